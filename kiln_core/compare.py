@@ -1,0 +1,75 @@
+"""A captured exchange against a live one: exact, typed, and where they differ.
+
+Pointers are relative to a candidate: ``/reset_observation/observation/value``,
+``/exchanges/2/result/observation/reward``, ``/final_state/episode_id``. Numbers keep
+their type: a reward of ``1`` is not ``1.0`` and not ``true``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kiln_core.canonical import JsonValue, differences
+from kiln_core.manifest import Observation, ReplayExchangeResult
+
+__all__ = ["Drift", "find_drift", "result_document"]
+
+_ABSENT: Any = object()
+
+
+class Drift(msgspec.Struct, frozen=True, kw_only=True):
+    """One place where live differs from captured."""
+
+    pointer: str
+    """JSON Pointer relative to the candidate."""
+    expected: JsonValue
+    """Captured value; None with ``expected_absent``."""
+    found: JsonValue
+    """Live value; None with ``found_absent``."""
+    expected_absent: bool = False
+    found_absent: bool = False
+
+
+def find_drift(
+    captured: JsonValue, live: JsonValue, at: str, ignored: frozenset[str] = frozenset()
+) -> Drift | None:
+    """Return the first difference that is not exempt.
+
+    Args:
+        captured: Decoded JSON as recorded.
+        live: Decoded JSON as observed now.
+        at: Pointer of both in the candidate.
+        ignored: Pointers that may differ, with everything below them.
+    """
+    for pointer in differences(captured, live, at):
+        if any(pointer == i or pointer.startswith(i + "/") for i in ignored):
+            continue
+        tokens = pointer[len(at) :].split("/")[1:]
+        expected, found = _walk(captured, tokens), _walk(live, tokens)
+        return Drift(
+            pointer=pointer,
+            expected=None if expected is _ABSENT else expected,
+            found=None if found is _ABSENT else found,
+            expected_absent=expected is _ABSENT,
+            found_absent=found is _ABSENT,
+        )
+    return None
+
+
+def result_document(result: ReplayExchangeResult | Observation) -> JsonValue:
+    """Return a result or an observation as decoded JSON."""
+    return msgspec.to_builtins(result)
+
+
+def _walk(value: JsonValue, tokens: list[str]) -> JsonValue:
+    for token in tokens:
+        key = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(value, dict) and key in value:
+            value = value[key]
+        elif isinstance(value, list) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            return _ABSENT
+    return value

@@ -1,0 +1,453 @@
+"""Collection: inspect, plan, roll out, revalidate, derive.
+
+Groups are laid out in order and candidates run up to ``concurrency`` at once, also
+across groups, since the whole plan is known; the result is ordered by index, never by
+completion. A candidate whose session is lost is collected again from reset with the
+same seeds; when its attempts are used up the whole collection fails and nothing is
+published. Publication is ``kiln_core.drive.files.publish_bundle``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import anyio
+import msgspec
+
+from kiln_core.actions import ActionSchema
+from kiln_core.bundle import (
+    Bundle,
+    BundlePaths,
+    Candidate,
+    CollectedGroup,
+    CollectionFacts,
+    GroupSetting,
+    assemble_group,
+    derive_bundle,
+    project_candidate,
+)
+from kiln_core.canonical import JsonValue, compact
+from kiln_core.contract import (
+    OpenEnvTrainingContract,
+    check_policy_adapter,
+    check_same_policy,
+)
+from kiln_core.dataset import read_groups
+from kiln_core.discovery import EnvironmentInspection, ensure_unchanged
+from kiln_core.drive.acquire import acquire
+from kiln_core.drive.concurrency import task_group
+from kiln_core.drive.http import (
+    Credential,
+    EnvironmentClient,
+    environment_client,
+    inspect_all,
+)
+from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
+from kiln_core.episode import Ask, Episode, EpisodeGenerator, EpisodeSetup, run_episode
+from kiln_core.errors import (
+    CredentialReflected,
+    SessionRefused,
+    TransportError,
+)
+from kiln_core.limits import Lease, RetainedBudget
+from kiln_core.plan import (
+    CollectionControls,
+    check_controls,
+    effective_reset,
+    generation_seed,
+)
+from kiln_core.ports import (
+    Observer,
+    Policy,
+    PolicyDescription,
+    PolicyReply,
+    PolicyRequest,
+    Silent,
+)
+from kiln_core.receipt import OpenEnvTrainingSelection
+from kiln_core.selection import TrainingSelector
+from kiln_core.session import Close, Event, Reset
+
+__all__ = ["CollectionRequest", "EnvironmentTarget", "collect", "select_training"]
+
+RETRY_SECONDS = 0.25
+"""Pause before a lost candidate is collected again, times its attempt."""
+
+
+class EnvironmentTarget(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an environment is, and how to authenticate."""
+
+    base_url: str
+    credential: Credential | None = None
+
+
+class CollectionRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a collection needs but the policy."""
+
+    environments: tuple[EnvironmentTarget, ...]
+    controls: CollectionControls
+    reset_templates: tuple[dict[str, JsonValue], ...]
+    """Seed-free, one per environment."""
+    adapter: str | None = None
+    """Adapter the policy must answer with; None is the base model."""
+    guided: bool = True
+    keep_tokens: bool = True
+    paths: BundlePaths = msgspec.field(default_factory=BundlePaths)
+    training_contract: OpenEnvTrainingContract | None = None
+
+
+class _Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """What inspection established for one environment."""
+
+    index: int
+    client: EnvironmentClient
+    inspection: EnvironmentInspection
+    action_schema: ActionSchema
+    guide_sha256: str | None
+
+
+async def collect(
+    request: CollectionRequest,
+    policy: Policy,
+    *,
+    observer: Observer | None = None,
+    budget: RetainedBudget | None = None,
+    times: SessionTimes | None = None,
+) -> Bundle:
+    """Collect a bundle; nothing is written.
+
+    Args:
+        request: What to collect.
+        policy: Who acts.
+        observer: Told how it proceeds.
+        budget: Bound of what is kept in memory.
+        times: Deadlines of sessions.
+
+    Raises:
+        UsageError: A control is out of bounds.
+        TransportError: An environment or a session failed for good.
+        ProtocolError: An environment broke the protocol.
+        EnvironmentFault: No capacity in time, or episodes unfit for groups.
+        DriftError: An environment or the policy changed meanwhile.
+        LimitError: The budget or a file bound would be exceeded.
+        PolicyError: The policy failed.
+    """
+    check_controls(request.controls, len(request.environments))
+    run = _Collection(request, policy, observer or Silent(), budget, times)
+    async with run.clients() as clients:
+        run.observer.phase("inspecting")
+        stages = await run.inspect(clients)
+        run.observer.phase("collecting")
+        groups = await run.roll_out(stages)
+        run.observer.phase("revalidating")
+        await run.revalidate(stages)
+    run.observer.phase("deriving")
+    return run.derive(stages, groups)
+
+
+class _Collection:
+    """The state of one collection."""
+
+    description: PolicyDescription
+
+    def __init__(
+        self,
+        request: CollectionRequest,
+        policy: Policy,
+        observer: Observer,
+        budget: RetainedBudget | None,
+        times: SessionTimes | None,
+    ) -> None:
+        self.request = request
+        self.controls = request.controls
+        self.policy = policy
+        self.observer = observer
+        self.budget = budget or RetainedBudget()
+        self.times = times or SessionTimes()
+        self.completed = 0
+
+    @property
+    def thinking(self) -> bool:
+        """Whether thinking takes effect."""
+        return self.controls.thinking and self.description.thinking
+
+    @asynccontextmanager
+    async def clients(self) -> AsyncIterator[list[EnvironmentClient]]:
+        """Open a client per environment."""
+        async with AsyncExitStack() as stack:
+            yield [
+                await stack.enter_async_context(
+                    environment_client(target.base_url, target.credential)
+                )
+                for target in self.request.environments
+            ]
+
+    async def inspect(self, clients: list[EnvironmentClient]) -> list[_Stage]:
+        """Learn who acts and where, and decide once whether decoding is guided."""
+        self.description = await self.policy.describe()
+        self._check_policy()
+        if self.controls.thinking and not self.description.thinking:
+            self.observer.warning(
+                "thinking has no effect: this policy answers directly"
+            )
+        inspections = await inspect_all(clients)
+        return [
+            await self._stage(index, clients[index], found)
+            for index, found in enumerate(inspections)
+        ]
+
+    async def roll_out(self, stages: list[_Stage]) -> list[CollectedGroup]:
+        """Play every candidate of every group."""
+        settings = [self._setting(stages, g) for g in range(self.controls.groups)]
+        waiting: list[list[tuple[Candidate, Lease]]] = [[] for _ in settings]
+        groups: list[CollectedGroup | None] = [None] * len(settings)
+        plan = iter(
+            [
+                (g, c)
+                for g in range(len(settings))
+                for c in range(self.controls.group_size)
+            ]
+        )
+
+        async def work() -> None:
+            for group_index, candidate_index in plan:
+                setting = settings[group_index]
+                stage = stages[setting.environment_index]
+                finished = await self._candidate(stage, setting, candidate_index)
+                waiting[group_index].append(finished)
+                if len(waiting[group_index]) == self.controls.group_size:
+                    groups[group_index] = self._group(setting, waiting[group_index])
+                    waiting[group_index] = []
+
+        async with task_group() as workers:
+            for _ in range(min(self.controls.concurrency, self._rollouts)):
+                workers.start_soon(work)
+        return [group for group in groups if group is not None]
+
+    async def revalidate(self, stages: list[_Stage]) -> None:
+        """Require every discovery surface and the policy to be as they were."""
+        live = await inspect_all([stage.client for stage in stages])
+        for stage, found in zip(stages, live, strict=True):
+            ensure_unchanged(stage.inspection, found)
+        after = await self.policy.describe()
+        check_same_policy(self.description.behavior_policy, after.behavior_policy)
+
+    def derive(self, stages: list[_Stage], groups: Sequence[CollectedGroup]) -> Bundle:
+        """Derive the bytes of the bundle."""
+        contract = self.request.training_contract
+        controls = self.controls
+        if not self.thinking:
+            controls = msgspec.structs.replace(controls, thinking_budget_tokens=None)
+        return derive_bundle(
+            CollectionFacts(
+                kiln_url=self.description.kiln_url,
+                behavior_policy=self.description.behavior_policy,
+                environments=[stage.inspection for stage in stages],
+                controls=controls,
+                thinking=self.thinking,
+                reset_templates=list(self.request.reset_templates),
+                paths=self.request.paths,
+                training_contract=contract,
+                training_selection=(
+                    None if contract is None else select_training(contract, groups)
+                ),
+            ),
+            groups,
+        )
+
+    @property
+    def _rollouts(self) -> int:
+        return self.controls.groups * self.controls.group_size
+
+    def _check_policy(self) -> None:
+        identity = self.description.behavior_policy
+        check_policy_adapter(identity, self.request.adapter)
+        contract = self.request.training_contract
+        if contract is not None and not isinstance(
+            contract.behavior_policy, msgspec.UnsetType
+        ):
+            check_same_policy(contract.behavior_policy, identity)
+
+    async def _stage(
+        self, index: int, client: EnvironmentClient, found: EnvironmentInspection
+    ) -> _Stage:
+        schema = ActionSchema(found.schema.action)
+        guide = None
+        if self.request.guided:
+            report = await self.policy.guide(
+                schema.document, self.controls.max_action_tokens
+            )
+            guide = report.guide_sha256
+            if report.warning is not None:
+                self.observer.warning(f"{client.base_url}: {report.warning}")
+        return _Stage(
+            index=index,
+            client=client,
+            inspection=found,
+            action_schema=schema,
+            guide_sha256=guide,
+        )
+
+    def _setting(self, stages: list[_Stage], group_index: int) -> GroupSetting:
+        stage = stages[group_index % len(stages)]
+        seed = self.controls.seed_start + group_index
+        return GroupSetting(
+            group_index=group_index,
+            environment_index=stage.index,
+            inspection=stage.inspection,
+            seed=seed,
+            reset_payload=effective_reset(
+                self.request.reset_templates[stage.index], seed
+            ),
+            action_schema_sha256=stage.action_schema.sha256,
+            behavior_policy=self.description.behavior_policy,
+            guide_sha256=stage.guide_sha256,
+            keep_tokens=self.request.keep_tokens,
+        )
+
+    async def _candidate(
+        self, stage: _Stage, setting: GroupSetting, candidate_index: int
+    ) -> tuple[Candidate, Lease]:
+        """Play one candidate, again from reset when its session is lost.
+
+        Raises:
+            CredentialReflected: Never tried again.
+            TransportError: The last attempt's session was lost too.
+            SessionRefused: The last attempt got a wire error before an observation.
+        """
+        attempt = 0
+        while True:
+            lease = Lease(self.budget)
+            try:
+                episode, retries = await self._attempt(
+                    stage, setting, candidate_index, lease
+                )
+                break
+            except CredentialReflected:
+                raise
+            except (TransportError, SessionRefused) as error:
+                lease.close()
+                attempt += 1
+                if attempt > self.controls.episode_retries:
+                    raise
+                self.observer.warning(
+                    f"group {setting.group_index} candidate {candidate_index}: "
+                    f"{error.message}; collecting it again from reset"
+                )
+                await anyio.sleep(RETRY_SECONDS * attempt)
+        self.completed += 1
+        self.observer.rollout(self.completed, self._rollouts, episode.episode_return)
+        candidate = project_candidate(
+            setting,
+            episode,
+            candidate_index=candidate_index,
+            attempt=attempt,
+            capacity_retries=retries,
+        )
+        lease.settle(
+            len(compact(candidate.rollout)) + len(compact(candidate.replay)),
+            "a candidate",
+        )
+        return candidate, lease
+
+    async def _attempt(
+        self, stage: _Stage, setting: GroupSetting, candidate_index: int, lease: Lease
+    ) -> tuple[Episode, int]:
+        """Play an episode in one session; return it and the capacity retries."""
+        generator = run_episode(self._episode_setup(stage, setting), lease)
+        reset = next(generator)
+        assert isinstance(reset, Reset)  # noqa: S101 - what an episode starts with
+        async with acquire(
+            stage.client, reset, self.controls.capacity_wait_seconds, self.times
+        ) as (session, answer, retries):
+            episode = await self._play(
+                generator, session, answer, setting.seed, candidate_index, stage
+            )
+        return episode, retries
+
+    async def _play(
+        self,
+        generator: EpisodeGenerator,
+        session: EnvironmentSession,
+        answer: Event,
+        seed: int,
+        candidate_index: int,
+        stage: _Stage,
+    ) -> Episode:
+        response: Event | PolicyReply | None = answer
+        try:
+            while True:
+                request = generator.send(response)
+                if isinstance(request, Ask):
+                    response = await session.pumped(
+                        self._asker(request, seed, candidate_index, stage)
+                    )
+                elif isinstance(request, Close):
+                    response = None
+                else:
+                    response = await session.exchange(request)
+        except StopIteration as stop:
+            episode: Episode = stop.value
+            return episode
+
+    def _asker(
+        self, ask: Ask, seed: int, candidate_index: int, stage: _Stage
+    ) -> Callable[[], Awaitable[PolicyReply]]:
+        controls = self.controls
+        request = PolicyRequest(
+            messages=ask.messages,
+            seed=generation_seed(seed, candidate_index, ask.step_index),
+            max_tokens=controls.max_action_tokens,
+            temperature=controls.temperature,
+            thinking=self.thinking,
+            thinking_budget_tokens=(
+                controls.thinking_budget_tokens if self.thinking else None
+            ),
+            action_schema=(
+                stage.action_schema.document if stage.guide_sha256 else None
+            ),
+        )
+
+        async def ask_policy() -> PolicyReply:
+            reply = await self.policy.complete(request)
+            check_same_policy(self.description.behavior_policy, reply.behavior_policy)
+            return reply
+
+        return ask_policy
+
+    def _episode_setup(self, stage: _Stage, setting: GroupSetting) -> EpisodeSetup:
+        return EpisodeSetup(
+            inspection=stage.inspection,
+            action_schema=stage.action_schema,
+            reset_payload=setting.reset_payload,
+            max_steps=self.controls.max_steps,
+            max_recoverable_errors=self.controls.max_recoverable_errors,
+            protocol_error_reward=self.controls.protocol_error_reward,
+            thinking=self.thinking,
+        )
+
+    def _group(
+        self, setting: GroupSetting, finished: list[tuple[Candidate, Lease]]
+    ) -> CollectedGroup:
+        group = assemble_group(setting, [candidate for candidate, _ in finished])
+        for _, lease in finished:
+            lease.close()
+        self.budget.charge(
+            len(group.line) + len(compact(group.replay)) + len(compact(group.records)),
+            "a group",
+        )
+        return group
+
+
+def select_training(
+    contract: OpenEnvTrainingContract, groups: Sequence[CollectedGroup]
+) -> OpenEnvTrainingSelection:
+    """Return what of a collection a contract would train on."""
+    selector = TrainingSelector(
+        keep_equal_rewards=contract.effective_config.loss.echo is not None
+    )
+    for group in groups:
+        for decoded in read_groups(group.line):
+            selector.select(decoded)
+    return selector.record()

@@ -1,0 +1,319 @@
+"""Files: bounded reading without following links, and atomic publication.
+
+A bundle is published by staging all three files beside their destinations, syncing
+each, renaming dataset, then replay manifest, then summary, and syncing the directories.
+The summary is the commit mark: a crash at any instant leaves either no summary or a
+complete bundle. Replacing a bundle removes its old summary first.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from kiln_core import limits
+from kiln_core.bundle import Bundle, BundlePaths
+from kiln_core.errors import (
+    FileUnreadable,
+    IrregularFile,
+    OutputExists,
+    OutputUnwritable,
+    UsageError,
+)
+from kiln_core.receipt import OpenEnvRolloutSummary
+from kiln_core.verify import BundleBytes, read_summary
+
+__all__ = [
+    "Disk",
+    "check_outputs",
+    "locate_bundle",
+    "publish_bundle",
+    "publish_file",
+    "read_bundle",
+    "read_regular",
+    "replace_file",
+]
+
+READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+
+class Disk:
+    """The system calls of publication, in one place so that tests can fail each."""
+
+    def stage(self, path: Path, data: bytes) -> None:
+        """Create a new file, write it whole and sync it."""
+        descriptor = os.open(path, CREATE_FLAGS, 0o644)
+        with os.fdopen(descriptor, "wb") as file:
+            self.write(file.fileno(), data)
+            self.sync(file.fileno())
+
+    def write(self, descriptor: int, data: bytes) -> None:
+        """Write all of ``data``."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    def sync(self, descriptor: int) -> None:
+        """Flush a file to the device."""
+        os.fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, replacing the target."""
+        os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a staged file its name; fails where the name is taken."""
+        os.link(source, target, follow_symlinks=False)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name."""
+        path.unlink()
+
+    def sync_directory(self, path: Path) -> None:
+        """Flush a directory, so that renames in it last."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_regular(path: Path, limit_bytes: int, what: str) -> bytes:
+    """Read a regular file that is no symbolic link, its size checked first.
+
+    Args:
+        path: The file.
+        limit_bytes: Its bound.
+        what: Names it in errors.
+
+    Raises:
+        FileUnreadable: It is missing or not permitted.
+        IrregularFile: It is a link or no regular file, or over the bound.
+    """
+    try:
+        descriptor = os.open(path, READ_FLAGS)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise IrregularFile(
+                f"{what} {path} is a symbolic link", file=str(path)
+            ) from error
+        raise FileUnreadable(
+            f"{what} {path} cannot be read: {error.strerror}", file=str(path)
+        ) from error
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise IrregularFile(f"{what} {path} is no regular file", file=str(path))
+        data = file.read(limit_bytes + 1) if status.st_size <= limit_bytes else None
+    if data is None or len(data) > limit_bytes:
+        raise IrregularFile(
+            f"{what} {path} is over {limit_bytes} bytes",
+            file=str(path),
+            limit_bytes=limit_bytes,
+        )
+    return data
+
+
+def locate_bundle(
+    summary_path: Path,
+    summary: OpenEnvRolloutSummary,
+    dataset: Path | None = None,
+    replay: Path | None = None,
+) -> tuple[Path, Path]:
+    """Return where dataset and replay manifest of a summary are.
+
+    An override wins; else the recorded file name beside the summary; else the recorded
+    path.
+
+    Args:
+        summary_path: The summary file.
+        summary: Its content.
+        dataset: Override.
+        replay: Override.
+    """
+    return (
+        dataset or _beside(summary_path, summary.output_path),
+        replay or _beside(summary_path, summary.replay_output_path),
+    )
+
+
+def read_bundle(
+    summary_path: Path, dataset: Path | None = None, replay: Path | None = None
+) -> tuple[BundleBytes, Path, Path]:
+    """Read the three files of a bundle.
+
+    Args:
+        summary_path: The summary file.
+        dataset: Overrides where the dataset is.
+        replay: Overrides where the replay manifest is.
+
+    Returns:
+        The bytes, and the paths of dataset and replay manifest.
+
+    Raises:
+        FileUnreadable: One is missing or not permitted.
+        IrregularFile: One is a link, no regular file, or too large.
+        InvalidBundle: The summary is no summary, so the others cannot be found.
+    """
+    limit = limits.MAX_ARTIFACT_BYTES
+    summary_bytes = read_regular(summary_path, limit, "summary")
+    summary = read_summary(summary_bytes, str(summary_path))
+    dataset_path, replay_path = locate_bundle(summary_path, summary, dataset, replay)
+    files = BundleBytes(
+        summary=summary_bytes,
+        dataset=read_regular(dataset_path, limit, "dataset"),
+        replay=read_regular(replay_path, limit, "replay manifest"),
+        summary_name=str(summary_path),
+        dataset_name=str(dataset_path),
+        replay_name=str(replay_path),
+    )
+    return files, dataset_path, replay_path
+
+
+def check_outputs(paths: BundlePaths, *, force: bool) -> None:
+    """Check, before anything is spent, that a bundle can be published.
+
+    Raises:
+        UsageError: Two paths are one.
+        OutputExists: A file is there and ``force`` is not given.
+        OutputUnwritable: A directory is missing or not writable.
+    """
+    targets = [Path(p) for p in (paths.dataset, paths.replay, paths.summary)]
+    if len({target.absolute() for target in targets}) != len(targets):
+        raise UsageError("dataset, replay manifest and summary need three paths")
+    for target in targets:
+        _check_target(target, force=force)
+
+
+def publish_bundle(
+    bundle: Bundle, paths: BundlePaths, *, force: bool = False, disk: Disk | None = None
+) -> None:
+    """Write a bundle so that its summary appears last.
+
+    Args:
+        bundle: What to write.
+        paths: Where; the same paths the summary records.
+        force: Whether existing files are replaced.
+        disk: The system calls.
+
+    Raises:
+        OutputExists: A file is there and ``force`` is not given.
+        OutputUnwritable: The disk refused; no partial file is left.
+    """
+    check_outputs(paths, force=force)
+    _publish(
+        [
+            (Path(paths.dataset), bundle.dataset),
+            (Path(paths.replay), bundle.replay),
+            (Path(paths.summary), bundle.summary_bytes),
+        ],
+        force=force,
+        disk=disk or Disk(),
+    )
+
+
+def publish_file(
+    path: Path, data: bytes, *, force: bool = False, disk: Disk | None = None
+) -> None:
+    """Write one file atomically.
+
+    Raises:
+        OutputExists: It is there and ``force`` is not given.
+        OutputUnwritable: The disk refused; no partial file is left.
+    """
+    _check_target(path, force=force)
+    _publish([(path, data)], force=force, disk=disk or Disk())
+
+
+def replace_file(path: Path, data: bytes, *, disk: Disk | None = None) -> None:
+    """Replace a file atomically; readers see the old bytes or the new.
+
+    Raises:
+        OutputUnwritable: The disk refused; the old file is as it was.
+    """
+    disk = disk or Disk()
+    staged = _staging_name(path)
+    try:
+        disk.stage(staged, data)
+        disk.rename(staged, path)
+        disk.sync_directory(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            staged.unlink()
+        failure = _unwritable(path, error)
+        raise failure from error
+
+
+def _publish(files: Sequence[tuple[Path, bytes]], *, force: bool, disk: Disk) -> None:
+    staged: list[Path] = []
+    placed: list[Path] = []
+    target = files[0][0]
+    try:
+        for target, data in files:
+            staged.append(_staging_name(target))
+            disk.stage(staged[-1], data)
+        if force:
+            _withdraw(files[-1][0], disk)
+        for temporary, (target, _) in zip(staged, files, strict=True):
+            _place(temporary, target, force=force, disk=disk)
+            placed.append(target)
+            disk.sync_directory(target.parent)
+    except OSError as error:
+        for path in (*placed, *staged):
+            with suppress(OSError):
+                path.unlink()
+        if isinstance(error, FileExistsError):
+            raise OutputExists(f"{target} exists already", file=str(target)) from error
+        raise _unwritable(target, error) from error
+
+
+def _withdraw(summary: Path, disk: Disk) -> None:
+    """Remove an old commit mark before what it stands for changes."""
+    if summary.is_symlink() or summary.exists():
+        disk.unlink(summary)
+        disk.sync_directory(summary.parent)
+
+
+def _place(temporary: Path, target: Path, *, force: bool, disk: Disk) -> None:
+    if force:
+        disk.rename(temporary, target)
+    else:
+        disk.link(temporary, target)
+        disk.unlink(temporary)
+
+
+def _check_target(target: Path, *, force: bool) -> None:
+    if target.is_dir():
+        raise OutputUnwritable(f"{target} is a directory", file=str(target))
+    if not force and (target.exists() or target.is_symlink()):
+        raise OutputExists(f"{target} exists already", file=str(target))
+    if not target.parent.is_dir():
+        raise OutputUnwritable(
+            f"directory {target.parent} does not exist", file=str(target)
+        )
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise OutputUnwritable(
+            f"directory {target.parent} is not writable", file=str(target)
+        )
+
+
+def _staging_name(target: Path) -> Path:
+    return target.parent / f".{target.name}.{secrets.token_hex(8)}.part"
+
+
+def _unwritable(path: Path, error: OSError) -> OutputUnwritable:
+    return OutputUnwritable(
+        f"{path} cannot be written: {error.strerror or error}", file=str(path)
+    )
+
+
+def _beside(summary_path: Path, recorded: str) -> Path:
+    beside = summary_path.parent / Path(recorded).name
+    return beside if beside.is_symlink() or beside.exists() else Path(recorded)

@@ -1,0 +1,378 @@
+"""Exact live replay of a verified bundle.
+
+Every captured environment is revalidated against the live one, then every candidate is
+played again: the exact reset object, the captured actions, each answer compared by
+value and type, at last the state. A candidate stops at its first drift; the others go
+on, so that the outcome tells how much drifted.
+"""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Final, Literal
+
+import msgspec
+from msgspec import UnsetType
+
+from kiln_core.actions import ActionSchema
+from kiln_core.canonical import JsonValue, Record, canonical_bytes
+from kiln_core.compare import Drift, find_drift
+from kiln_core.discovery import ensure_unchanged
+from kiln_core.drive.acquire import acquire
+from kiln_core.drive.concurrency import task_group
+from kiln_core.drive.http import (
+    Credential,
+    EnvironmentClient,
+    environment_client,
+    inspect_all,
+)
+from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
+from kiln_core.episode import Ask, EpisodeSetup, Request, run_episode
+from kiln_core.errors import ReplayDrift, UsageError
+from kiln_core.limits import Lease, RetainedBudget
+from kiln_core.manifest import ObservationResult, ReplayCandidate, ReplayGroup
+from kiln_core.ports import Observer, PolicyReply, Silent
+from kiln_core.provenance import BehaviorPolicyIdentity
+from kiln_core.receipt import REPLAY_RUN_SCHEMA, ReplayRunReport
+from kiln_core.records import EpisodeTermination
+from kiln_core.session import (
+    Close,
+    ErrorReceived,
+    Event,
+    ObservationReceived,
+    ReadState,
+    Reset,
+    Step,
+)
+from kiln_core.verify import VerifiedBundle
+
+__all__ = ["ReplayOutcome", "ReplayRequest", "replay_bundle", "require_no_drift"]
+
+OUTCOME_SCHEMA: Final = "kiln.openenv-replay-outcome.v1"
+EPISODE_ID: Final = "/final_state/episode_id"
+MAX_SHOWN: Final = 300
+
+
+class CandidateDrift(Record, frozen=True, kw_only=True):
+    """Where a candidate first differed."""
+
+    group_index: int
+    candidate_index: int
+    pointer: str
+    """JSON Pointer relative to the candidate."""
+    expected: JsonValue
+    found: JsonValue
+
+
+class ReplayOutcome(Record, frozen=True, kw_only=True):
+    """``kiln.openenv-replay-outcome.v1``: what a replay found, also when it drifted."""
+
+    schema: Literal["kiln.openenv-replay-outcome.v1"]
+    report: ReplayRunReport | None
+    """Exists only on exact success without an exemption."""
+    first_drift: CandidateDrift | None
+    drifted_candidates: int
+    ignored_pointers: list[str]
+
+
+class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """How a bundle is replayed."""
+
+    bundle: VerifiedBundle
+    credentials: tuple[Credential | None, ...] = ()
+    """Empty, or one per environment of the bundle."""
+    concurrency: int = 4
+    capacity_wait_seconds: float = 300.0
+    ignored_pointers: tuple[str, ...] = ()
+    """Pointers relative to a candidate that may differ, with all below them."""
+
+
+class _Drifted(Exception):
+    def __init__(self, drift: Drift) -> None:
+        super().__init__(drift.pointer)
+        self.drift = drift
+
+
+class _Candidate:
+    """The replay of one candidate."""
+
+    def __init__(
+        self,
+        group: ReplayGroup,
+        captured: ReplayCandidate,
+        policy: BehaviorPolicyIdentity,
+        ignored: frozenset[str],
+    ) -> None:
+        self.group = group
+        self.policy = policy
+        self.captured = captured
+        self.ignored = ignored
+        self.steps = 0
+
+    async def play(
+        self, setup: EpisodeSetup, session: EnvironmentSession, answer: Event
+    ) -> None:
+        """Play it to its end.
+
+        Raises:
+            _Drifted: An answer differs.
+        """
+        self._compare(self.group.reset_observation, answer, "/reset_observation")
+        generator = run_episode(setup, Lease(RetainedBudget()))
+        next(generator)
+        response: Event | PolicyReply | None = answer
+        try:
+            while True:
+                request = generator.send(response)
+                response = await self._respond(request, session)
+        except StopIteration:
+            self._check_finished()
+
+    async def _respond(
+        self, request: Request, session: EnvironmentSession
+    ) -> Event | PolicyReply | None:
+        if isinstance(request, Ask):
+            return self._captured_reply(request.step_index)
+        if isinstance(request, Close):
+            return None
+        event = await session.exchange(request)
+        if isinstance(request, Step):
+            self._compare_step(event)
+        elif isinstance(request, ReadState) and not isinstance(
+            self.captured.final_state, UnsetType
+        ):
+            self._compare(self.captured.final_state, event, "/final_state")
+        return event
+
+    def _captured_reply(self, step: int) -> PolicyReply:
+        exchanges = self.captured.exchanges
+        # What the model said when it gave no action was never sent, so there is
+        # nothing to replay there: a blank reply ends the episode the same way.
+        content = ""
+        if step < len(exchanges):
+            content = canonical_bytes(exchanges[step].action).decode()
+        return PolicyReply(
+            content=content,
+            total_tokens=0,
+            latency_ms=0.0,
+            behavior_policy=self.policy,
+        )
+
+    def _compare_step(self, event: Event) -> None:
+        result = self.captured.exchanges[self.steps].result
+        at = f"/exchanges/{self.steps}/result"
+        self.steps += 1
+        if isinstance(result, ObservationResult):
+            self._compare(result.observation, event, f"{at}/observation")
+        else:
+            self._compare(result.error, event, f"{at}/error")
+
+    def _check_finished(self) -> None:
+        if self.steps < len(self.captured.exchanges):
+            raise _Drifted(
+                Drift(
+                    pointer=f"/exchanges/{self.steps}",
+                    expected="an exchange",
+                    found="the episode is over",
+                )
+            )
+
+    def _compare(self, captured: object, event: Event, at: str) -> None:
+        drift = find_drift(
+            msgspec.to_builtins(captured), _document(event), at, self.ignored
+        )
+        if drift is not None:
+            raise _Drifted(drift)
+
+
+class _Replay:
+    """The state of one replay run."""
+
+    def __init__(
+        self, request: ReplayRequest, times: SessionTimes, observer: Observer
+    ) -> None:
+        self.request = request
+        self.replay = request.bundle.replay
+        self.times = times
+        self.observer = observer
+        self.schemas = [
+            ActionSchema(captured.schema.action)
+            for captured in self.replay.environments
+        ]
+        self.drifts: list[CandidateDrift] = []
+        self.capacity_retries = 0
+        self.completed = 0
+
+    async def run(self, clients: list[EnvironmentClient]) -> None:
+        """Revalidate every environment, then replay every candidate."""
+        self.observer.phase("revalidating")
+        live = await inspect_all(clients)
+        for captured, found in zip(self.replay.environments, live, strict=True):
+            ensure_unchanged(captured, found)
+        self.observer.phase("replaying")
+        plan = iter([(g, c) for g in self.replay.groups for c in g.candidates])
+
+        async def work() -> None:
+            for group, captured in plan:
+                await self._candidate(clients[group.environment_index], group, captured)
+
+        async with task_group() as workers:
+            for _ in range(self.request.concurrency):
+                workers.start_soon(work)
+
+    async def _candidate(
+        self, client: EnvironmentClient, group: ReplayGroup, captured: ReplayCandidate
+    ) -> None:
+        candidate = _Candidate(
+            group,
+            captured,
+            self.request.bundle.summary.behavior_policy,
+            frozenset(self.request.ignored_pointers),
+        )
+        try:
+            async with acquire(
+                client,
+                Reset(group.reset_payload),
+                self.request.capacity_wait_seconds,
+                self.times,
+            ) as (session, answer, retries):
+                self.capacity_retries += retries
+                await candidate.play(self._setup(group), session, answer)
+        except _Drifted as found:
+            self.drifts.append(_record(group, captured, found.drift))
+        self.completed += 1
+        self.observer.rollout(
+            self.completed,
+            self.request.bundle.summary.rollout_count,
+            captured.episode_return,
+        )
+
+    def _setup(self, group: ReplayGroup) -> EpisodeSetup:
+        summary = self.request.bundle.summary
+        return EpisodeSetup(
+            inspection=self.replay.environments[group.environment_index],
+            action_schema=self.schemas[group.environment_index],
+            reset_payload=group.reset_payload,
+            max_steps=summary.max_steps,
+            max_recoverable_errors=summary.max_recoverable_errors,
+            protocol_error_reward=summary.protocol_error_reward,
+            thinking=False,
+        )
+
+    def report(self) -> ReplayRunReport:
+        """Return the report of an exact success."""
+        candidates = [c for group in self.replay.groups for c in group.candidates]
+        return ReplayRunReport(
+            schema=REPLAY_RUN_SCHEMA,
+            replay_sha256=self.request.bundle.summary.replay_sha256,
+            environments=len(self.replay.environments),
+            groups=len(self.replay.groups),
+            rollouts=len(candidates),
+            environment_exchanges=self.request.bundle.environment_exchanges,
+            capacity_retries=self.capacity_retries,
+            environment_prefix_only_rollouts=sum(
+                c.termination is EpisodeTermination.INVALID_MODEL_ACTION
+                for c in candidates
+            ),
+        )
+
+
+async def replay_bundle(
+    request: ReplayRequest,
+    *,
+    observer: Observer | None = None,
+    times: SessionTimes | None = None,
+) -> ReplayOutcome:
+    """Replay a verified bundle against its live environments.
+
+    Args:
+        request: What to replay, and how.
+        observer: Told how it proceeds.
+        times: Deadlines of sessions.
+
+    Raises:
+        UsageError: The credentials do not align with the environments.
+        IdentityDrift: A live environment is not the captured one.
+        TransportError: An environment or session could not be reached to the end.
+        ProtocolError: An environment broke the protocol.
+        CapacityExhausted: No session became free in time.
+    """
+    run = _Replay(request, times or SessionTimes(), observer or Silent())
+    captured = run.replay.environments
+    credentials = request.credentials or (None,) * len(captured)
+    if len(credentials) != len(captured):
+        raise UsageError(
+            f"{len(credentials)} credentials for {len(captured)} environments; "
+            "give one per environment, or none"
+        )
+    async with AsyncExitStack() as stack:
+        clients = [
+            await stack.enter_async_context(
+                environment_client(environment.identity.base_url, credential)
+            )
+            for environment, credential in zip(captured, credentials, strict=True)
+        ]
+        await run.run(clients)
+    drifts = sorted(run.drifts, key=lambda d: (d.group_index, d.candidate_index))
+    exact = not drifts and not request.ignored_pointers
+    return ReplayOutcome(
+        schema=OUTCOME_SCHEMA,
+        report=run.report() if exact else None,
+        first_drift=drifts[0] if drifts else None,
+        drifted_candidates=len(drifts),
+        ignored_pointers=list(request.ignored_pointers),
+    )
+
+
+def require_no_drift(outcome: ReplayOutcome) -> None:
+    """Raise the first drift of a replay.
+
+    Raises:
+        ReplayDrift: There is one.
+    """
+    drift = outcome.first_drift
+    if drift is None:
+        return
+    hint = None
+    if drift.pointer == EPISODE_ID:
+        hint = (
+            "the environment draws a new episode id each time; exempt it with "
+            f"--ignore-pointer {EPISODE_ID}"
+        )
+    raise ReplayDrift(
+        f"group {drift.group_index} candidate {drift.candidate_index} drifted at "
+        f"{drift.pointer}: captured {drift.expected!r}, live {drift.found!r} "
+        f"({outcome.drifted_candidates} candidates drifted)",
+        hint=hint,
+        group_index=drift.group_index,
+        candidate_index=drift.candidate_index,
+        pointer=drift.pointer,
+        expected=drift.expected,
+        found=drift.found,
+        drifted_candidates=outcome.drifted_candidates,
+    )
+
+
+def _document(event: Event) -> JsonValue:
+    if isinstance(event, ObservationReceived):
+        return msgspec.to_builtins(event.observation)
+    if isinstance(event, ErrorReceived):
+        return msgspec.to_builtins(event.error)
+    return event.state
+
+
+def _record(
+    group: ReplayGroup, captured: ReplayCandidate, drift: Drift
+) -> CandidateDrift:
+    return CandidateDrift(
+        group_index=group.group_index,
+        candidate_index=captured.candidate_index,
+        pointer=drift.pointer,
+        expected="absent" if drift.expected_absent else _shown(drift.expected),
+        found="absent" if drift.found_absent else _shown(drift.found),
+    )
+
+
+def _shown(value: JsonValue) -> JsonValue:
+    text = canonical_bytes(value).decode()
+    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -1,0 +1,287 @@
+"""One WebSocket session: the socket and the clock around ``kiln_core.session``.
+
+A reader task sits in ``receive`` for the whole life of the socket, since aiohttp
+answers pings only there, and since a frame that comes unasked must be seen at once.
+While the policy thinks, the state is read periodically so that servers which expect
+application traffic keep the session.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import NoReturn, TypeVar
+
+import aiohttp
+import anyio
+from anyio.abc import TaskGroup
+
+from kiln_core import limits
+from kiln_core.discovery import websocket_url
+from kiln_core.drive.concurrency import task_group
+from kiln_core.drive.http import EnvironmentClient, status_error, unreachable
+from kiln_core.errors import (
+    KilnError,
+    RemoteProtocolError,
+    SessionLost,
+    TransportError,
+)
+from kiln_core.manifest import ProtocolError
+from kiln_core.session import (
+    Close,
+    Command,
+    ErrorReceived,
+    Event,
+    ReadState,
+    Session,
+    SessionState,
+    Step,
+    binary_frame,
+    oversized,
+)
+
+__all__ = ["EnvironmentSession", "SessionTimes", "open_session"]
+
+T = TypeVar("T")
+
+CLOSE_SECONDS = 2.0
+"""Bound of saying goodbye."""
+DRAIN_SECONDS = 1.0
+"""How long a failed send waits for a frame that explains it."""
+TRY_AGAIN_LATER = 1013
+"""WebSocket close code (IANA registry) that counts as a full server."""
+
+
+class SessionTimes:
+    """The deadlines of a session, in seconds."""
+
+    def __init__(self, exchange_seconds: float = limits.EXCHANGE_SECONDS) -> None:
+        self.exchange_seconds = exchange_seconds
+        self.keepalive_seconds = min(
+            max(exchange_seconds / 4, limits.KEEPALIVE_MIN_SECONDS),
+            limits.KEEPALIVE_MAX_SECONDS,
+        )
+
+
+class EnvironmentSession:
+    """A live session; use `open_session`."""
+
+    def __init__(
+        self,
+        socket: aiohttp.ClientWebSocketResponse,
+        machine: Session,
+        times: SessionTimes,
+        where: str,
+    ) -> None:
+        self._socket = socket
+        self._machine = machine
+        self._times = times
+        self._where = where
+        self._answer: Event | None = None
+        self._arrived = anyio.Event()
+        self._pump: TaskGroup | None = None
+
+    async def exchange(self, command: Command) -> Event:
+        """Send a command and wait for its answer.
+
+        A terminal error that came before the first command is the answer to it.
+
+        Raises:
+            SessionLost: The socket died or no answer came in time.
+            RemoteProtocolError: The peer broke the protocol.
+        """
+        early = self._early_answer(command)
+        if early is not None:
+            return early
+        frame = self._machine.send(command)
+        self._answer, self._arrived = None, anyio.Event()
+        with anyio.move_on_after(self._times.exchange_seconds):
+            await self._send(frame)
+            await self._arrived.wait()
+        return self._received() or self._timed_out()
+
+    def _received(self) -> Event | None:
+        return self._answer
+
+    def _timed_out(self) -> NoReturn:
+        raise self._machine.poisoned(
+            self._lost(f"gave no answer in {self._times.exchange_seconds:g} s")
+        )
+
+    async def pumped(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Await a policy while the session is kept alive.
+
+        Raises:
+            SessionLost: The session died meanwhile; the call is cancelled.
+            RemoteProtocolError: A frame came unasked.
+        """
+        done = anyio.Event()
+        result: list[T] = []
+        async with task_group() as group:
+            self._pump = group
+            group.start_soon(self._keep_alive, done)
+            try:
+                result.append(await call())
+            finally:
+                self._pump = None
+                done.set()
+        if self._machine.poison is not None:
+            raise self._machine.poison
+        return result[0]
+
+    async def close(self) -> None:
+        """Say goodbye and close; best effort, bounded, never raises."""
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(Exception):
+            if self._machine.state in {SessionState.READY, SessionState.FRESH}:
+                await self._socket.send_str(self._machine.send(Close()))
+            await self._socket.close()
+
+    async def read(self) -> None:
+        """Receive frames until the socket ends; runs as a task of its own."""
+        while not self._machine.over:
+            message = await self._socket.receive()
+            try:
+                self._take(message)
+            except KilnError:
+                break
+        self._arrived.set()
+        if self._machine.poison is not None and self._pump is not None:
+            self._pump.cancel_scope.cancel()
+
+    def _early_answer(self, command: Command) -> Event | None:
+        if self._machine.poison is not None:
+            raise self._machine.poison
+        if self._machine.state is not SessionState.ENDED:
+            return None
+        assert isinstance(self._answer, ErrorReceived)  # noqa: S101 - ENDED needs one
+        if isinstance(command, Step | ReadState):
+            code = self._answer.error.code
+            raise RemoteProtocolError(
+                f"{self._where} ended the session with {code} between two commands",
+                protocol_code=code,
+            )
+        return self._answer
+
+    async def _send(self, frame: str) -> None:
+        try:
+            await self._socket.send_str(frame)
+        except (aiohttp.ClientError, ConnectionError, OSError) as error:
+            # The server may have said why before it closed: read that first.
+            with anyio.move_on_after(DRAIN_SECONDS):
+                await self._arrived.wait()
+            if self._answer is None:
+                raise self._machine.poisoned(
+                    self._lost("closed the connection")
+                ) from error
+
+    async def _keep_alive(self, done: anyio.Event) -> None:
+        while True:
+            with anyio.move_on_after(self._times.keepalive_seconds):
+                await done.wait()
+            if done.is_set():
+                return
+            await self.exchange(ReadState())
+
+    def _take(self, message: aiohttp.WSMessage) -> None:
+        if message.type is aiohttp.WSMsgType.TEXT:
+            self._answer = self._machine.receive(message.data)
+            self._arrived.set()
+        elif message.type is aiohttp.WSMsgType.BINARY:
+            raise self._machine.poisoned(binary_frame())
+        else:
+            self._take_end(message)
+
+    def _take_end(self, message: aiohttp.WSMessage) -> None:
+        code = self._socket.close_code
+        if code == TRY_AGAIN_LATER and self._machine.state in {
+            SessionState.FRESH,
+            SessionState.AWAITING_RESET,
+        }:
+            self._machine.state = SessionState.ENDED
+            self._answer = full_server("the server closed with code 1013")
+            return
+        if message.type is aiohttp.WSMsgType.ERROR and code == (
+            aiohttp.WSCloseCode.MESSAGE_TOO_BIG
+        ):
+            raise self._machine.poisoned(oversized(limits.MAX_SERVER_MESSAGE_BYTES))
+        raise self._machine.poisoned(self._lost(f"closed the session (code {code})"))
+
+    def _lost(self, what: str) -> SessionLost:
+        return SessionLost(
+            f"{self._where} {what}",
+            hint="look at the log of the environment",
+            environment=self._where,
+        )
+
+
+def full_server(message: str) -> ErrorReceived:
+    """Return the event of a server that is full, however it said so."""
+    return ErrorReceived(ProtocolError(code="CAPACITY_REACHED", message=message))
+
+
+@asynccontextmanager
+async def open_session(
+    client: EnvironmentClient, times: SessionTimes | None = None
+) -> AsyncIterator[EnvironmentSession]:
+    """Open a session after a health check.
+
+    Raises:
+        CapacityAtUpgrade: The upgrade was refused because the server is full.
+        TransportError: It cannot be reached, or refuses the upgrade.
+    """
+    times = times or SessionTimes()
+    await client.health()
+    socket = await _connect(client, times)
+    secrets = () if client.credential is None else (client.credential.secret,)
+    session = EnvironmentSession(
+        socket, Session(secrets=secrets), times, client.base_url
+    )
+    try:
+        async with task_group() as group:
+            group.start_soon(session.read)
+            try:
+                yield session
+            finally:
+                await session.close()
+                group.cancel_scope.cancel()
+    finally:
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(Exception):
+            await socket.close()
+
+
+class CapacityAtUpgrade(TransportError):
+    """The WebSocket upgrade was refused with 503: the server is full."""
+
+    code = "environment_at_capacity"
+
+
+async def _connect(
+    client: EnvironmentClient, times: SessionTimes
+) -> aiohttp.ClientWebSocketResponse:
+    url = websocket_url(client.base_url)
+    try:
+        with anyio.fail_after(times.exchange_seconds):
+            return await client.http.ws_connect(
+                url,
+                max_msg_size=limits.MAX_SERVER_MESSAGE_BYTES + 1,
+                compress=0,
+                autoclose=True,
+                autoping=True,
+            )
+    except aiohttp.WSServerHandshakeError as error:
+        raise _refused(client, url, error.status) from error
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise unreachable(url, error) from error
+
+
+def _refused(client: EnvironmentClient, url: str, status: int) -> TransportError:
+    if status == 503:
+        return CapacityAtUpgrade(f"{url} refused the session: it is full")
+    if status == 403 and client.credential is None:
+        return TransportError(
+            f"{url} refused the session with HTTP status 403",
+            hint="the WebSocket path may be wrong, or the server refuses this client",
+            environment=url,
+            http_status=status,
+        )
+    return status_error(url, status)

@@ -1,0 +1,339 @@
+"""The error tree of Kiln, drawn by whose fault a failure is.
+
+::
+
+    KilnError
+      UsageError                 the caller: wrong value, wrong combination
+        MissingExtra             an optional part of Kiln is not installed
+        OutputExists             a file would be overwritten
+        FileUnreadable           a named file is missing or cannot be read
+        OutputUnwritable         a result cannot be written where it should go
+      ArtifactError              bytes at rest do not say what they must
+        MalformedJson            not one strict JSON document
+        InvalidRecord            JSON, but not the record it claims to be
+        IrregularFile            a symbolic link, a device, or too large
+        InvalidBundle            a verification check failed
+      ProtocolError              the OpenEnv session
+        LocalProtocolError       we broke the order; a bug of the driver
+        RemoteProtocolError      the peer did; the session is poisoned
+      EnvironmentFault           the environment said so, by a typed wire error
+        CapacityExhausted        no session became free in time
+        SessionRefused           the environment ended a session before an episode
+        EpisodeUnfit             it cannot be used for groups (done at reset, ...)
+        InvalidActionSchema      its action schema cannot be compiled safely
+      TransportError             the edge: refused, timeout, redirect, size
+        HttpStatusError          an HTTP answer that is not the expected one
+        CredentialReflected      a peer sent the configured bearer token back
+        SessionLost              a WebSocket died in the middle of an episode
+      DriftError                 what was captured is not what is there now
+        IdentityDrift            discovery changed
+        ReplayDrift              an exchange changed
+        PolicyDrift              the model behind the policy changed
+      LimitError                 a bound of ``kiln_core.limits`` would be crossed
+        ContextOverflow          a prompt does not fit the model
+      PolicyError                the model or its server failed to answer
+      AdmissionError             a server refused work
+        Conflict                 the state does not allow it
+        CapacityFull             retry later
+      TrainingError              a training job failed
+
+The core knows neither HTTP statuses nor exit codes: each frontend holds one table
+and looks a class up along its method resolution order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+__all__ = [
+    "AdmissionError",
+    "ArtifactError",
+    "CapacityExhausted",
+    "CapacityFull",
+    "Conflict",
+    "ContextOverflow",
+    "CredentialReflected",
+    "DriftError",
+    "EnvironmentFault",
+    "EpisodeUnfit",
+    "FileUnreadable",
+    "HttpStatusError",
+    "IdentityDrift",
+    "InvalidActionSchema",
+    "InvalidBundle",
+    "InvalidRecord",
+    "IrregularFile",
+    "KilnError",
+    "LimitError",
+    "LocalProtocolError",
+    "MalformedJson",
+    "MissingExtra",
+    "OutputExists",
+    "OutputUnwritable",
+    "PolicyDrift",
+    "PolicyError",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "ReplayDrift",
+    "SessionLost",
+    "SessionRefused",
+    "TrainingError",
+    "TransportError",
+    "UsageError",
+]
+
+
+class KilnError(Exception):
+    """Root of everything Kiln raises on purpose.
+
+    Attributes:
+        code: Stable lower-case identifier; one per class.
+        retryable: Whether the same request may succeed later without a change.
+        hint: What to do about it, one sentence, possibly empty.
+        details: JSON-ready facts: ``file``, ``pointer``, ``expected`` and so on.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    retryable: ClassVar[bool] = False
+    default_hint: ClassVar[str] = ""
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, **details: Any
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = self.default_hint if hint is None else hint
+        self.details = {k: v for k, v in details.items() if v is not None}
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON body every frontend reports for this error."""
+        return {
+            "error": {
+                "code": self.code,
+                "message": self.message,
+                "hint": self.hint,
+                "details": self.details,
+            }
+        }
+
+
+class UsageError(KilnError):
+    """The caller asked for something that cannot be."""
+
+    code = "usage"
+
+
+class MissingExtra(UsageError):
+    """An optional dependency group is not installed."""
+
+    code = "missing_extra"
+
+
+class OutputExists(UsageError):
+    """A file of that name is there already and would be lost."""
+
+    code = "output_exists"
+    default_hint = "choose another path, or pass --force to replace it"
+
+
+class FileUnreadable(UsageError):
+    """A file the caller named is missing, not regular, or not permitted."""
+
+    code = "file_unreadable"
+
+
+class OutputUnwritable(UsageError):
+    """A result cannot be written where it should go."""
+
+    code = "output_unwritable"
+    default_hint = "choose a directory that exists, is writable and has space"
+
+
+class ArtifactError(KilnError):
+    """Bytes at rest are not what they claim to be."""
+
+    code = "artifact_invalid"
+
+
+class MalformedJson(ArtifactError):
+    """Not exactly one strict JSON document."""
+
+    code = "malformed_json"
+
+
+class InvalidRecord(ArtifactError):
+    """Well-formed JSON that is not the record it should be."""
+
+    code = "invalid_record"
+
+
+class IrregularFile(ArtifactError):
+    """A file is a symbolic link, not a regular file, or over its bound."""
+
+    code = "irregular_file"
+
+
+class InvalidBundle(ArtifactError):
+    """An offline verification check failed; ``details["check"]`` names it."""
+
+    code = "invalid_bundle"
+    default_hint = (
+        "restore the three files exactly as they were published, or collect again"
+    )
+
+
+class ProtocolError(KilnError):
+    """The OpenEnv session protocol was broken."""
+
+    code = "environment_protocol_error"
+
+
+class LocalProtocolError(ProtocolError):
+    """Kiln itself broke the lock-step order of a session."""
+
+    code = "local_protocol_error"
+
+
+class RemoteProtocolError(ProtocolError):
+    """The environment broke the protocol; its session is poisoned for good."""
+
+    code = "environment_protocol_error"
+
+
+class EnvironmentFault(KilnError):
+    """The environment reported a fault of its own."""
+
+    code = "environment_fault"
+
+
+class CapacityExhausted(EnvironmentFault):
+    """No session became free within the capacity wait."""
+
+    code = "environment_capacity_exhausted"
+    retryable = True
+    default_hint = (
+        "lower --concurrency, raise --capacity-wait-seconds, "
+        "or raise the session limit of the environment"
+    )
+
+
+class SessionRefused(EnvironmentFault):
+    """A terminal wire error came before the first observation."""
+
+    code = "environment_session_refused"
+
+
+class EpisodeUnfit(EnvironmentFault):
+    """Episodes of this environment cannot form GRPO groups."""
+
+    code = "environment_unfit"
+
+
+class InvalidActionSchema(EnvironmentFault):
+    """The advertised action schema cannot be compiled, or not safely."""
+
+    code = "environment_action_schema_invalid"
+
+
+class TransportError(KilnError):
+    """A network exchange did not complete."""
+
+    code = "environment_unavailable"
+    retryable = True
+
+
+class HttpStatusError(TransportError):
+    """An HTTP answer had another status than the protocol demands."""
+
+    code = "http_status"
+
+
+class CredentialReflected(TransportError):
+    """A peer returned the bearer token it was sent."""
+
+    code = "credential_reflected"
+    retryable = False
+
+
+class SessionLost(TransportError):
+    """A WebSocket session ended by timeout, reset or restart."""
+
+    code = "session_lost"
+
+
+class DriftError(KilnError):
+    """What was recorded is not what is observed now."""
+
+    code = "drift"
+
+
+class IdentityDrift(DriftError):
+    """Discovery of an environment differs from the recorded identity."""
+
+    code = "environment_identity_changed"
+    default_hint = (
+        "pin or stabilise the environment deployment, inspect it and start anew"
+    )
+
+
+class ReplayDrift(DriftError):
+    """A live exchange differs from the captured one."""
+
+    code = "replay_drift"
+    default_hint = (
+        "check that the captured build, task data and reset semantics are deployed"
+    )
+
+
+class PolicyDrift(DriftError):
+    """The policy that answered is not the policy that was agreed on."""
+
+    code = "policy_drift"
+    default_hint = "keep base model, runtime and adapter unchanged while collecting"
+
+
+class LimitError(KilnError):
+    """A documented bound would be crossed."""
+
+    code = "limit_exceeded"
+
+
+class ContextOverflow(LimitError):
+    """A prompt and its action do not fit the model's context."""
+
+    code = "context_overflow"
+    default_hint = (
+        "lower --max-steps or --max-action-tokens, or use a model of longer context"
+    )
+
+
+class PolicyError(KilnError):
+    """The model server failed to answer a request."""
+
+    code = "policy_failed"
+    retryable = True
+
+
+class AdmissionError(KilnError):
+    """A server refused work it was asked to do."""
+
+    code = "refused"
+
+
+class Conflict(AdmissionError):
+    """The present state does not allow the request."""
+
+    code = "conflict"
+
+
+class CapacityFull(AdmissionError):
+    """A bounded queue is full."""
+
+    code = "capacity_full"
+    retryable = True
+
+
+class TrainingError(KilnError):
+    """A training job failed."""
+
+    code = "training_failed"

@@ -1,0 +1,144 @@
+"""The text a policy reads: system prompt, observations, errors.
+
+Verification regenerates every prompt, so a released version is never changed: a new one
+is appended to ``SYSTEM_PROMPTS`` and old bundles go on verifying for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from kiln_core.canonical import JsonValue, canonical_bytes, compact
+from kiln_core.discovery import EnvironmentInspection
+from kiln_core.manifest import Observation, ProtocolError
+from kiln_core.records import ChatMessage, TurnSegment
+
+__all__ = [
+    "error_text",
+    "initial_messages",
+    "observation_text",
+    "segment_messages",
+]
+
+RESET_LABEL: Final = "Reset result"
+STEP_LABEL: Final = "Step result"
+
+
+def system_text_1(inspection: EnvironmentInspection) -> str:
+    """Return version 1 of the system prompt.
+
+    The schema is shown without annotations that only tools read, since a prompt's
+    length is most of what a small model costs.
+    """
+    metadata = inspection.identity.metadata
+    schema = canonical_bytes(model_schema(inspection.schema.action)).decode()
+    return (
+        f'You act in the environment "{metadata.name}". {metadata.description}\n'
+        "Answer each message with exactly one JSON object that satisfies this JSON "
+        f"Schema, without Markdown or comments:\n{schema}"
+    )
+
+
+SYSTEM_PROMPTS: Final[tuple[Callable[[EnvironmentInspection], str], ...]] = (
+    system_text_1,
+)
+"""Every released version, oldest first; the last is used for new collections."""
+
+
+def initial_messages(
+    inspection: EnvironmentInspection,
+    reset_observation: Observation,
+    version: int = len(SYSTEM_PROMPTS),
+) -> list[ChatMessage]:
+    """Return the prompt of an episode: a system and a user message.
+
+    Args:
+        inspection: The environment.
+        reset_observation: What ``reset`` answered.
+        version: 1-based prompt version.
+    """
+    system = SYSTEM_PROMPTS[version - 1](inspection)
+    return [
+        ChatMessage(role="system", content=system),
+        ChatMessage(
+            role="user", content=observation_text(reset_observation, RESET_LABEL)
+        ),
+    ]
+
+
+def observation_text(observation: Observation, label: str = STEP_LABEL) -> str:
+    """Return an observation as the policy reads it.
+
+    A non-blank ``input_text`` string in the observation is the decision prompt,
+    verbatim and alone; otherwise a label and the complete wire observation.
+    """
+    inner = observation.observation
+    if isinstance(inner, dict):
+        text = inner.get("input_text")
+        if isinstance(text, str) and text.strip():
+            return text
+    wire = compact(observation).decode()
+    return f"{label} as JSON: observation, reward, done, optional metadata\n{wire}"
+
+
+def error_text(error: ProtocolError, *, continued: bool) -> str:
+    """Return a protocol error as the feedback turn that retains it."""
+    return canonical_bytes(
+        {
+            "openenv_error": msgspec.to_builtins(error),
+            "recoverable": continued,
+            "done": not continued,
+        }
+    ).decode()
+
+
+def segment_messages(trajectory: list[TurnSegment]) -> list[ChatMessage]:
+    """Return a trajectory as chat messages."""
+    return [
+        ChatMessage(role=segment.role, content=segment.content)
+        for segment in trajectory
+    ]
+
+
+def model_schema(schema: JsonValue) -> JsonValue:
+    """Return an action schema without titles and the SDK's inherited ``metadata``.
+
+    Every OpenEnv action inherits an open ``metadata`` object that carries nothing a
+    policy decides; a property that merely has that name but another shape stays.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    shown = {key: _model_member(key, member) for key, member in schema.items()}
+    if isinstance(shown.get("title"), str):
+        del shown["title"]
+    return shown
+
+
+def _model_member(key: str, member: Any) -> Any:
+    if key in {"properties", "$defs", "definitions", "patternProperties"}:
+        if not isinstance(member, dict):
+            return member
+        return {
+            name: model_schema(part)
+            for name, part in member.items()
+            if not (key == "properties" and is_inherited_metadata(name, part))
+        }
+    if key in {"allOf", "anyOf", "oneOf", "prefixItems"} and isinstance(member, list):
+        return [model_schema(part) for part in member]
+    if key in {"items", "additionalProperties", "not", "if", "then", "else"}:
+        return model_schema(member)
+    return member
+
+
+def is_inherited_metadata(name: str, schema: JsonValue) -> bool:
+    """Say whether a property is the open metadata object every SDK action has."""
+    return (
+        name == "metadata"
+        and isinstance(schema, dict)
+        and schema.get("type") == "object"
+        and schema.get("additionalProperties") is True
+        and "properties" not in schema
+    )

@@ -1,0 +1,108 @@
+"""Which part of a corpus carries a gradient.
+
+A rollout whose model gave no final answer teaches nothing and is dropped alone; a group
+whose remaining rewards are all equal has no relative advantage and is skipped. The
+bundle keeps every episode; only the submission is smaller.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from kiln_core.actions import NO_OUTPUT
+from kiln_core.canonical import read_json
+from kiln_core.errors import MalformedJson
+from kiln_core.receipt import OpenEnvTrainingSelection
+from kiln_core.records import AgenticGroup, ScoredRollout
+
+__all__ = ["TrainingSelector"]
+
+
+class TrainingSelector:
+    """Selects group by group and counts what it leaves out.
+
+    Args:
+        keep_equal_rewards: Whether groups of equal rewards are kept, since another
+            loss (ECHO) learns from them.
+    """
+
+    def __init__(self, *, keep_equal_rewards: bool = False) -> None:
+        self._keep_equal_rewards = keep_equal_rewards
+        self._groups = 0
+        self._rollouts = 0
+        self._no_output = 0
+        self._no_usable = 0
+        self._no_gradient = 0
+
+    def select(self, group: AgenticGroup) -> AgenticGroup | None:
+        """Return the trainable part of a group, None when there is none."""
+        usable = [c for c in group.completions if not without_output(c)]
+        self._no_output += len(group.completions) - len(usable)
+        if not usable:
+            self._no_usable += 1
+            return None
+        rewards = {completion.reward for completion in usable}
+        if len(rewards) == 1 and not self._keep_equal_rewards:
+            self._no_gradient += 1
+            return None
+        self._groups += 1
+        self._rollouts += len(usable)
+        return msgspec.structs.replace(group, completions=usable)
+
+    def record(self) -> OpenEnvTrainingSelection:
+        """Return the counts so far, with one warning per kind of omission."""
+        warnings = self._warnings()
+        return OpenEnvTrainingSelection(
+            groups_submitted=self._groups,
+            rollouts_submitted=self._rollouts,
+            no_output_rollouts_discarded=self._no_output,
+            no_usable_output_groups_skipped=self._no_usable,
+            no_reward_gradient_groups_skipped=self._no_gradient,
+            warnings=warnings or UNSET,
+        )
+
+    def _warnings(self) -> list[str]:
+        warnings = []
+        if self._no_output:
+            warnings.append(
+                f"{self._no_output} rollouts gave no final answer and were discarded; "
+                "raise --max-action-tokens if reasoning is cut off"
+            )
+        if self._no_usable:
+            warnings.append(
+                f"{self._no_usable} groups had no usable rollout and were skipped"
+            )
+        if self._no_gradient:
+            warnings.append(
+                f"{self._no_gradient} groups had equal rewards and were skipped"
+            )
+        if not self._groups:
+            warnings.append(
+                "nothing is left to train on: use harder tasks, more candidates, a "
+                "more informative reward or an SFT bootstrap"
+            )
+        return warnings
+
+
+def without_output(rollout: ScoredRollout) -> bool:
+    """Say whether a rollout ended because the model gave no final answer."""
+    if not rollout.segments:
+        return False
+    last = rollout.segments[-1]
+    if last.kind != "observation" or isinstance(last.warning_prefix_len, UnsetType):
+        return False
+    return harness_code(last.content) == NO_OUTPUT
+
+
+def harness_code(content: str) -> str | None:
+    """Return the code of a harness error segment, None when it is none."""
+    try:
+        document = read_json(content, "segment")
+    except MalformedJson:
+        return None
+    error = (
+        document.get("openenv_harness_error") if isinstance(document, dict) else None
+    )
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else None

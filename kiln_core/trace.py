@@ -1,0 +1,187 @@
+"""``kiln.rollout-trace.v1``: the exact token ids of a rollout.
+
+The trace is what the trainer uses instead of tokenizing text again. A turn's prompt is
+written as how much of it repeats what came before, and the rest; the prompt that all
+candidates of a group share stands once in the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+from kiln_core import limits
+from kiln_core.canonical import Record, Sha256
+from kiln_core.provenance import MAX_LOGPROB, RolloutProvenance, TokenId
+
+__all__ = [
+    "RolloutTrace",
+    "SamplingTransform",
+    "TokenTrace",
+    "TurnSample",
+    "TurnTokens",
+]
+
+TRACE_SCHEMA: Final = "kiln.rollout-trace.v1"
+
+Span: TypeAlias = tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+"""Half-open range ``[start, stop)`` of token positions."""
+
+
+class SamplingTransform(Record, frozen=True, kw_only=True):
+    """How the sampled distribution was derived from the model's."""
+
+    temperature: Annotated[float, Meta(ge=0)]
+    top_p: Annotated[float, Meta(ge=0, le=1)]
+    top_k: Annotated[int, Meta(ge=0)]
+    min_p: Annotated[float, Meta(ge=0, le=1)]
+
+
+class TurnTokens(Record, frozen=True, kw_only=True):
+    """The token ids of one policy turn."""
+
+    prompt_prefix: Annotated[int, Meta(ge=0)]
+    """Leading prompt ids equal to the previous turn's prompt and action.
+
+    For the first turn: to the group's ``prompt_token_ids``.
+    """
+    prompt_token_ids: list[TokenId]
+    """The rest of the prompt."""
+    action_token_ids: Annotated[list[TokenId], Meta(min_length=1)]
+    """Everything generated, the stop token included."""
+    logprobs: list[float | None]
+    """Per action id; null where grammar or thinking budget forced it."""
+    observation_spans: list[Span]
+    """Prompt positions of environment text, harness warnings excluded."""
+
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.action_token_ids):
+            raise ValueError("logprobs and action_token_ids differ in length")
+        for logprob in self.logprobs:
+            if logprob is not None and (
+                not math.isfinite(logprob) or logprob > MAX_LOGPROB
+            ):
+                raise ValueError("a log-probability must be finite and <= 0")
+        prompt_length = self.prompt_prefix + len(self.prompt_token_ids)
+        last = 0
+        for start, stop in self.observation_spans:
+            if not last <= start <= stop <= prompt_length:
+                raise ValueError("observation_spans must be ordered, in the prompt")
+            last = stop
+
+
+class TokenTrace(Record, frozen=True, kw_only=True):
+    """The ids of every turn, and what they were sampled with."""
+
+    tokenizer_sha256: Sha256
+    sampling: SamplingTransform
+    turns: Annotated[list[TurnTokens], Meta(max_length=limits.MAX_STEPS)]
+
+
+class RolloutTrace(Record, frozen=True, kw_only=True):
+    """Our own member of a scored rollout."""
+
+    schema: Literal["kiln.rollout-trace.v1"]
+    attempt: Annotated[int, Meta(ge=0)]
+    """0 unless earlier attempts lost their session."""
+    guide_sha256: Sha256 | None
+    """Digest of the narrowed grammar that guided decoding; null when unguided."""
+    tokens: TokenTrace | None
+    """Null when the policy returned none, or ``--no-trace``."""
+
+
+def turn_tokens(
+    provenance: RolloutProvenance, previous: list[int], observations: list[Span]
+) -> TurnTokens:
+    """Project a completion's provenance into a turn of the trace.
+
+    Args:
+        provenance: What the chat endpoint returned with the completion.
+        previous: Prompt and action ids of the turn before; the group's prompt ids
+            for the first turn.
+        observations: Prompt positions of environment text that came since.
+    """
+    prompt = provenance.input_token_ids[: provenance.prompt_token_count]
+    action = provenance.input_token_ids[provenance.prompt_token_count :]
+    logprobs: list[float | None] = [None] * len(action)
+    for token in provenance.action_tokens:
+        index = token.sequence_index - provenance.prompt_token_count
+        # Grammar-forced tokens are "sampled" with log-probability exactly 0 on the
+        # endpoint; a set of one token carries no decision, so the trace says null.
+        logprob = token.behavior_logprob
+        logprobs[index] = None if logprob == 0.0 else logprob
+    prefix = _shared_prefix(previous, prompt)
+    return TurnTokens(
+        prompt_prefix=prefix,
+        prompt_token_ids=prompt[prefix:],
+        action_token_ids=action,
+        logprobs=logprobs,
+        observation_spans=observations,
+    )
+
+
+def _shared_prefix(left: list[int], right: list[int]) -> int:
+    if right[: len(left)] == left:
+        return len(left)
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))
+
+
+class TurnSample(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy returned with one turn, before it is projected."""
+
+    provenance: RolloutProvenance
+    content_spans: tuple[Span, ...]
+    """Per message of the request, the prompt positions that hold its content."""
+    guide_sha256: Sha256 | None = None
+
+
+def token_trace(
+    samples: Sequence[TurnSample], observed: Sequence[bool]
+) -> TokenTrace | None:
+    """Project the turns of an episode into a trace.
+
+    Args:
+        samples: One per turn, in order.
+        observed: Per turn, whether its result was environment text (not a harness
+            or protocol error).
+
+    Returns:
+        None when there was no turn.
+    """
+    if not samples:
+        return None
+    first = samples[0].provenance
+    previous = first.input_token_ids[: first.prompt_token_count]
+    turns = []
+    for index, sample in enumerate(samples):
+        # Turn t answers messages [system, user, action 0, result 0, ...], so the only
+        # new environment text is its last message; turn 0 has just the prompt.
+        new = [sample.content_spans[-1]] if index and observed[index - 1] else []
+        turns.append(turn_tokens(sample.provenance, previous, new))
+        previous = sample.provenance.input_token_ids
+    sampling = first.sampling
+    return TokenTrace(
+        tokenizer_sha256=first.tokenizer.sha256,
+        sampling=SamplingTransform(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+        ),
+        turns=turns,
+    )
+
+
+def prompt_token_ids(samples: Sequence[TurnSample]) -> list[int] | None:
+    """Return the ids of the first turn's prompt, None when there was no turn."""
+    if not samples:
+        return None
+    first = samples[0].provenance
+    return first.input_token_ids[: first.prompt_token_count]
