@@ -1,0 +1,1 @@
+"""Runnable examples: environments on the OpenEnv SDK and tours of the commands."""
