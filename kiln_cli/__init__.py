@@ -1,1 +1,1 @@
-"""Kiln."""
+"""The command line of Kiln: thin commands over the core and over a server."""

@@ -32,9 +32,11 @@
       LimitError                 a bound of ``kiln_core.limits`` would be crossed
         ContextOverflow          a prompt does not fit the model
       PolicyError                the model or its server failed to answer
+        ServerUnreachable        no Kiln server answers at that URL
       AdmissionError             a server refused work
         Conflict                 the state does not allow it
         CapacityFull             retry later
+        ServerRefusal            a Kiln server answered a request with an error
       TrainingError              a training job failed
 
 The core knows neither HTTP statuses nor exit codes: each frontend holds one table
@@ -75,6 +77,8 @@ __all__ = [
     "ProtocolError",
     "RemoteProtocolError",
     "ReplayDrift",
+    "ServerRefusal",
+    "ServerUnreachable",
     "SessionLost",
     "SessionRefused",
     "TrainingError",
@@ -314,6 +318,13 @@ class PolicyError(KilnError):
     retryable = True
 
 
+class ServerUnreachable(PolicyError):
+    """No Kiln server answers at the URL."""
+
+    code = "server_unreachable"
+    default_hint = "start one with 'kiln serve', or pass its address with --url"
+
+
 class AdmissionError(KilnError):
     """A server refused work it was asked to do."""
 
@@ -331,6 +342,12 @@ class CapacityFull(AdmissionError):
 
     code = "capacity_full"
     retryable = True
+
+
+class ServerRefusal(AdmissionError):
+    """A Kiln server answered with an error; ``details["server_code"]`` is its code."""
+
+    code = "server_refused"
 
 
 class TrainingError(KilnError):

@@ -232,3 +232,15 @@ def _inverted(low: float | None, high: float | None) -> bool:
 def _all_finite(config: GrpoConfig) -> bool:
     numbers = [getattr(config, name) for name in config.__struct_fields__]
     return all(math.isfinite(n) for n in numbers if isinstance(n, float))
+
+
+def effective_seed(config: GrpoConfig, corpus_sha256: str) -> int:
+    """Return the seed of a run: the configured one, else one from the corpus digest.
+
+    Args:
+        config: The configuration.
+        corpus_sha256: Digest of the admitted corpus; never the clock.
+    """
+    if config.seed is not None:
+        return config.seed
+    return int(corpus_sha256.removeprefix("sha256:")[:16], 16) & limits.MAX_SEED

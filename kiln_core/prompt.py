@@ -95,6 +95,15 @@ def error_text(error: ProtocolError, *, continued: bool) -> str:
     ).decode()
 
 
+def schema_text(messages: list[ChatMessage]) -> str:
+    """Return the action schema that a prompt shows, as compact JSON.
+
+    It stands on the last line of the system message in every version, so that a
+    dataset alone says what guided it.
+    """
+    return messages[0].content.rpartition("\n")[2]
+
+
 def segment_messages(trajectory: list[TurnSegment]) -> list[ChatMessage]:
     """Return a trajectory as chat messages."""
     return [

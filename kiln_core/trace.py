@@ -39,6 +39,8 @@ class SamplingTransform(Record, frozen=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)]
     top_k: Annotated[int, Meta(ge=0)]
     min_p: Annotated[float, Meta(ge=0, le=1)]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    """Bound of a turn; the grammar of a guide depends on it."""
 
 
 class TurnTokens(Record, frozen=True, kw_only=True):
@@ -174,6 +176,7 @@ def token_trace(
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             min_p=sampling.min_p,
+            max_tokens=sampling.max_tokens,
         ),
         turns=turns,
     )

@@ -1,1 +1,1 @@
-"""Kiln."""
+"""The HTTP server of Kiln: Starlette routes over an engine, served by Hypercorn."""

@@ -33,6 +33,7 @@ __all__ = [
     "Disk",
     "check_outputs",
     "locate_bundle",
+    "make_directory",
     "publish_bundle",
     "publish_file",
     "read_bundle",
@@ -190,6 +191,20 @@ def check_outputs(paths: BundlePaths, *, force: bool) -> None:
         raise UsageError("dataset, replay manifest and summary need three paths")
     for target in targets:
         _check_target(target, force=force)
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, unless it is there.
+
+    Raises:
+        OutputUnwritable: It cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputUnwritable(
+            f"directory {path} cannot be made: {error.strerror}", file=str(path)
+        ) from error
 
 
 def publish_bundle(

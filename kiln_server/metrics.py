@@ -1,0 +1,62 @@
+"""Prometheus metrics with closed label sets."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    generate_latest,
+)
+
+__all__ = ["METRICS", "Metrics"]
+
+METRICS: Final = {
+    "kiln_chat_requests_total": "Chat completions by outcome.",
+    "kiln_chat_tokens_total": "Tokens of chat completions by kind.",
+    "kiln_openenv_training_preflights_total": "Training preflights by outcome.",
+    "kiln_training_jobs_total": "Finished training jobs by type and outcome.",
+    "kiln_training_active": "Training jobs running now.",
+    "kiln_training_queued": "Training jobs waiting.",
+    "kiln_adapters_loaded": "Adapters that can be served now.",
+}
+"""Every metric and its help text."""
+
+
+class Metrics:
+    """The metrics of one server."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.chat_requests = self._counter("kiln_chat_requests_total", "status")
+        self.chat_tokens = self._counter("kiln_chat_tokens_total", "kind")
+        self.preflights = self._counter(
+            "kiln_openenv_training_preflights_total", "status"
+        )
+        self.jobs = self._counter("kiln_training_jobs_total", "type", "status")
+        self.training_active = self._gauge("kiln_training_active")
+        self.training_queued = self._gauge("kiln_training_queued")
+        self.adapters_loaded = self._gauge("kiln_adapters_loaded")
+        for status in ("completed", "failed", "cancelled", "refused"):
+            self.chat_requests.labels(status=status)
+        for kind in ("prompt", "completion"):
+            self.chat_tokens.labels(kind=kind)
+        for status in ("accepted", "rejected"):
+            self.preflights.labels(status=status)
+        for status in ("completed", "failed", "cancelled"):
+            self.jobs.labels(type="grpo", status=status)
+
+    def render(self) -> tuple[bytes, str]:
+        """Return the exposition text and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def _counter(self, name: str, *labels: str) -> Counter:
+        return Counter(
+            name.removesuffix("_total"), METRICS[name], labels, registry=self.registry
+        )
+
+    def _gauge(self, name: str) -> Gauge:
+        return Gauge(name, METRICS[name], registry=self.registry)
