@@ -1,0 +1,1 @@
+"""The JAX engine and trainer of Kiln."""

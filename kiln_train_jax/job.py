@@ -1,0 +1,299 @@
+"""One training job from admission to the adapter folder.
+
+The folder is staged under a name that starts with a dot, which no listing shows, and
+renamed when adapter, receipt and manifest are complete and synced: a job that fails or
+is cancelled leaves nothing servable.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+import numpy as np
+
+from kiln_core.engine import TrainingJob, TrainingOutcome, TrainingProgress
+from kiln_core.errors import Conflict, TrainingError, UsageError
+from kiln_core.grpo import EmaReference, GrpoConfig
+from kiln_train_jax.adapters import Adapter, write_adapter
+from kiln_train_jax.batch import TrainingUnit, training_units
+from kiln_train_jax.lora import Lora, init
+from kiln_train_jax.receipt import (
+    MANIFEST_FILE,
+    RECEIPT_FILE,
+    TrainingRecord,
+    write_evidence,
+)
+from kiln_train_jax.replaying import TurnReplayer
+from kiln_train_jax.trainer import GrpoTrainer, StepMetrics, progress_of, step_groups
+
+if TYPE_CHECKING:
+    from kiln_train_jax.engine import JaxEngine
+
+__all__ = ["admit_training", "run_job"]
+
+MAX_SEED_BITS: Final = 32
+
+
+def admit_training(engine: JaxEngine, config: GrpoConfig) -> None:
+    """Check everything about a configuration that cannot change later.
+
+    Raises:
+        UsageError: This trainer does not do what it asks for.
+        Conflict: The output adapter exists already.
+    """
+    for asked, what in _unsupported(config):
+        if asked:
+            raise UsageError(f"this version cannot train with {what}")
+    if config.lora_rank > engine.bank.rank:
+        raise UsageError(
+            f"lora_rank {config.lora_rank} is over {engine.bank.rank}, the largest "
+            "rank this engine serves"
+        )
+    if (
+        config.output_name is not None
+        and engine.library.path(config.output_name).exists()
+    ):
+        raise Conflict(
+            f"adapter {config.output_name!r} exists already",
+            hint="choose another name, or remove its folder",
+        )
+    if config.base_adapter is not None:
+        base = engine.library.read(config.base_adapter)
+        if base.config.r != config.lora_rank:
+            raise UsageError(
+                f"adapter {config.base_adapter!r} has rank {base.config.r}, "
+                f"the configuration asks for {config.lora_rank}"
+            )
+
+
+def run_job(
+    engine: JaxEngine,
+    replayer: TurnReplayer,
+    job: TrainingJob,
+    report: Callable[[TrainingProgress], None],
+    cancelled: Callable[[], bool],
+) -> TrainingOutcome:
+    """Train an adapter and write its folder.
+
+    Args:
+        engine: Whose base is trained on.
+        replayer: Recovers the sets that recorded tokens were drawn from.
+        job: What to train.
+        report: Called after every optimizer step.
+        cancelled: Asked before every optimizer step.
+
+    Raises:
+        TrainingError: It failed or was cancelled; nothing servable is left.
+        Conflict: The output adapter appeared meanwhile.
+    """
+    config = job.config
+    admit_training(engine, config)
+    started = time.monotonic()
+    base = _starting_adapter(engine, config)
+    policy = engine.policy_identity(config.base_adapter)
+    units, skipped = _units(replayer, job)
+    trainer = GrpoTrainer(engine.folder.model, base, config)
+    history = _train(trainer, units, job, report, cancelled)
+    record = TrainingRecord(
+        job=job,
+        policy=policy,
+        units=[unit for group in units for unit in group],
+        skipped_groups=skipped,
+        history=history,
+        agreement=history[0].agreement,
+        started_seconds=started,
+        warnings=trainer.warnings,
+        start=base,
+        end=trainer.lora,
+    )
+    return _publish(engine, record)
+
+
+def _unsupported(config: GrpoConfig) -> list[tuple[bool, str]]:
+    return [
+        (config.is_level != "token", f"is_level {config.is_level}"),
+        (config.behavior_policy != "no_importance_correction", "recorded ratios"),
+        (isinstance(config.kl_reference_policy, EmaReference), "an ema reference"),
+        (config.entropy_aware_kl_quantile is not None, "entropy_aware_kl_quantile"),
+        (config.checkpoint_interval is not None, "checkpoint_interval"),
+        (config.resume_checkpoint is not None, "resume_checkpoint"),
+        (config.grad_checkpoint_segments is not None, "grad_checkpoint_segments"),
+        (config.reward_filter_var_min is not None, "reward_filter_var_min"),
+        (config.reward_filter_var_max is not None, "reward_filter_var_max"),
+        (config.adapter_smoke_test, "adapter_smoke_test"),
+        (config.loss.no_policy_loss, "loss.no_policy_loss"),
+        (_other_echo(config), "another env_mask_mode or warning_filter of loss.echo"),
+        (config.allow_adapter_shape_conversion, "allow_adapter_shape_conversion"),
+    ]
+
+
+def _other_echo(config: GrpoConfig) -> bool:
+    echo = config.loss.echo
+    return echo is not None and (
+        echo.env_mask_mode != "env_only" or not echo.warning_filter
+    )
+
+
+def _starting_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:
+    if config.base_adapter is not None:
+        adapter: Adapter = engine.library.read(config.base_adapter)
+        return adapter.lora
+    seed = config.seed or 0
+    # jax.random.key keeps only 32 bits of a seed, so both halves make the key.
+    key = jax.random.fold_in(
+        jax.random.key(seed >> MAX_SEED_BITS, impl="threefry2x32"),
+        np.uint32(seed & (2**MAX_SEED_BITS - 1)),
+    )
+    return init(
+        engine.folder.config, rank=config.lora_rank, alpha=config.lora_alpha, key=key
+    )
+
+
+def _units(
+    replayer: TurnReplayer, job: TrainingJob
+) -> tuple[list[list[TrainingUnit]], int]:
+    """Return the units of each group that carries a gradient, and how many do not.
+
+    Raises:
+        TrainingError: None does.
+    """
+    config = job.config
+    chosen, skipped = [], 0
+    for index, group in enumerate(job.groups):
+        _check_transform(group.completions[0].trace, index)
+        rewards = {completion.reward for completion in group.completions}
+        if len(rewards) == 1 and config.dynamic_sampling and config.loss.echo is None:
+            skipped += 1
+            continue
+        units = training_units(group, index, config.advantage_mode, replayer)
+        if units:
+            chosen.append(units)
+    if not chosen:
+        raise TrainingError(
+            "no group carries a gradient: within each, all rewards are equal",
+            hint="collect more candidates, or on harder tasks",
+        )
+    return chosen, skipped
+
+
+def _check_transform(trace: Any, index: int) -> None:
+    """Refuse truncated supports and greedy sampling: they have no policy gradient.
+
+    Raises:
+        TrainingError: The group was sampled so, or has no token ids.
+    """
+    tokens = getattr(trace, "tokens", None)
+    if tokens is None:
+        raise TrainingError(
+            f"group {index} has no token ids",
+            hint="collect it without --no-trace, with a policy that returns them",
+        )
+    sampling = tokens.sampling
+    if (
+        sampling.temperature == 0
+        or sampling.top_p < 1
+        or sampling.top_k
+        or (sampling.min_p)
+    ):
+        raise TrainingError(
+            f"group {index} was sampled greedily or from a truncated distribution",
+            hint="collect with a temperature above 0, top_p 1, top_k 0 and min_p 0",
+        )
+
+
+def _train(
+    trainer: GrpoTrainer,
+    units: Sequence[list[TrainingUnit]],
+    job: TrainingJob,
+    report: Callable[[TrainingProgress], None],
+    cancelled: Callable[[], bool],
+) -> list[StepMetrics]:
+    steps = step_groups(len(units), trainer.config, job.config.seed or 0)
+    history: list[StepMetrics] = []
+    for number, (epoch, chosen) in enumerate(steps, 1):
+        if cancelled():
+            raise TrainingError(f"cancelled after {number - 1} of {len(steps)} steps")
+        batch = [unit for index in chosen for unit in units[index]]
+        history.append(trainer.step(batch))
+        rewards = [
+            completion.reward
+            for group in sorted({unit.group for unit in batch})
+            for completion in job.groups[group].completions
+        ]
+        report(
+            progress_of(
+                history[-1],
+                number,
+                len(steps),
+                epoch,
+                float(np.mean(rewards)),
+                history[0].agreement,
+            )
+        )
+    return history
+
+
+def _publish(engine: JaxEngine, record: TrainingRecord) -> TrainingOutcome:
+    config = record.job.config
+    target = engine.library.path(str(config.output_name))
+    staged = target.parent / f".{target.name}.{record.job.job_id}"
+    try:
+        staged.mkdir(parents=True)
+        adapter = write_adapter(
+            staged,
+            record.end,
+            model_id=engine.served_model_id,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+        )
+        write_evidence(staged, record)
+        _sync(staged)
+        _claim(staged, target)
+    except OSError as error:
+        raise TrainingError(
+            f"adapter {target.name} cannot be written: {error.strerror}"
+        ) from error
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    return TrainingOutcome(
+        adapter_path=target,
+        adapter_sha256=adapter.content_sha256,
+        receipt_path=target / RECEIPT_FILE,
+        manifest_path=target / MANIFEST_FILE,
+        steps=len(record.history),
+        final_loss=record.history[-1].loss,
+        warnings=tuple(record.warnings),
+    )
+
+
+def _claim(staged: Path, target: Path) -> None:
+    """Give the folder its name.
+
+    Raises:
+        Conflict: The name is taken.
+    """
+    if target.exists():
+        raise Conflict(f"adapter {target.name!r} appeared while it was trained")
+    staged.rename(target)
+    _sync_directory(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _sync_directory(folder)
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

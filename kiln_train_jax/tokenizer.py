@@ -1,0 +1,172 @@
+"""Text to token ids and back, with special tokens under our control.
+
+A tokenizer is a Hugging Face `tokenizer.json`. Two encoders are built from it: one that
+knows the added tokens, for what the chat template itself writes, and one that has been
+made to forget them, for everything a user, a tool or an environment says. A planted
+`</think>` or role marker is then a run of ordinary bytes, whatever flags the file gives
+that token.
+
+`byte_document` writes the tokenizer of the embedded models: one token a byte, in the
+order that llguidance calls its byte vocabulary, then role and thinking tokens.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from kiln_core.canonical import canonical_bytes, digest, read_json
+from kiln_core.errors import InvalidRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SPECIAL_BYTE_TOKENS: Final = (
+    "<|reserved_0|>",
+    "<|reserved_1|>",
+    "<|reserved_2|>",
+    "<|reserved_3|>",
+    "<|reserved_4|>",
+    "<|endoftext|>",
+    "<|system|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|tool|>",
+    "<|end|>",
+)
+"""Ids 256 and up of the byte vocabulary."""
+
+THINK_TOKENS: Final = ("<think>", "</think>")
+"""Ids after those; not special, as in Qwen3: they are part of what a model says."""
+
+BYTE_VOCABULARY: Final = 272
+"""Embedding rows of the embedded models; the last three stand for no token."""
+
+
+class Tokenizer:
+    """A vocabulary, its two encoders and its decoder."""
+
+    def __init__(self, document: bytes, *, vocab_size: int) -> None:
+        """Build from the bytes of a `tokenizer.json`.
+
+        Args:
+            document: The file.
+            vocab_size: Rows of the model's embedding.
+
+        Raises:
+            InvalidRecord: The file is no tokenizer, or has more tokens than the model.
+        """
+        self.document = document
+        self.vocab_size = vocab_size
+        self.sha256 = digest(document)
+        try:
+            parsed = read_json(document, "tokenizer.json")
+            self._aware = HuggingFaceTokenizer.from_str(document.decode())
+            self._plain = HuggingFaceTokenizer.from_str(_without_added(parsed))
+        except Exception as error:  # tokenizers raises Exception itself
+            raise InvalidRecord(f"tokenizer.json cannot be used: {error}") from error
+        for encoder in (self._aware, self._plain):
+            encoder.no_padding()
+            encoder.no_truncation()
+        self.added: dict[str, int] = {
+            token["content"]: token["id"] for token in parsed.get("added_tokens", ())
+        }
+        """Every added token by its text."""
+        self.special_ids: frozenset[int] = frozenset(
+            token["id"] for token in parsed.get("added_tokens", ()) if token["special"]
+        )
+        """Ids of the tokens flagged special: markers, not text."""
+        self.size = self._aware.get_vocab_size(with_added_tokens=True)
+        if self.size > vocab_size:
+            raise InvalidRecord(
+                f"the tokenizer has {self.size} tokens, the model {vocab_size}",
+                hint="tokenizer.json and config.json must be of one model",
+            )
+
+    def encode_text(self, text: str) -> list[int]:
+        """Encode foreign text: nothing in it becomes a special token."""
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
+
+    def encode_markup(self, text: str) -> list[int]:
+        """Encode text of the chat template: special tokens are recognised."""
+        return list(self._aware.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode ids to text, special tokens included; never fails."""
+        return str(self._aware.decode(list(ids), skip_special_tokens=False))
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token by its text, None if there is none."""
+        found = self._aware.token_to_id(token)
+        return None if found is None else int(found)
+
+    def has(self, token_id: int) -> bool:
+        """Tell whether an id stands for a token at all."""
+        return self._aware.id_to_token(token_id) is not None
+
+
+def _without_added(parsed: dict[str, Any]) -> str:
+    """Return a tokenizer document that knows no added token."""
+    bare = {**parsed, "added_tokens": [], "post_processor": None}
+    return canonical_bytes(bare).decode()
+
+
+def byte_document() -> bytes:
+    """Return the `tokenizer.json` of the embedded byte-level models."""
+    alphabet = _byte_alphabet()
+    names = (*SPECIAL_BYTE_TOKENS, *THINK_TOKENS)
+    added = [
+        {
+            "id": 256 + position,
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": name in SPECIAL_BYTE_TOKENS,
+        }
+        for position, name in enumerate(names)
+    ]
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    document: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {character: value for value, character in enumerate(alphabet)},
+            "merges": [],
+        },
+    }
+    return canonical_bytes(document)
+
+
+def _byte_alphabet() -> list[str]:
+    """Return the printable stand-in of each byte that byte-level BPE uses.
+
+    Printable Latin-1 characters stand for themselves, the rest follow from U+0100 in
+    order: the mapping every ByteLevel tokenizer file is written with.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return [
+        chr(value) if value in printable else chr(next(spare)) for value in range(256)
+    ]
