@@ -1,1 +1,393 @@
-"""Kiln."""
+"""Kiln: provable GRPO training of language-model agents on OpenEnv environments.
+
+Names are loaded when they are first used (PEP 562), so importing the package loads no
+network library and compiles no schema.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kiln_core.actions import (
+        ActionSchema,
+        InvalidAction,
+        parse_reply,
+    )
+    from kiln_core.bundle import (
+        Bundle,
+        BundlePaths,
+    )
+    from kiln_core.canonical import (
+        compact,
+        digest,
+        digest_json,
+        pretty,
+        read_json,
+        same_json,
+    )
+    from kiln_core.compare import (
+        Drift,
+        find_drift,
+    )
+    from kiln_core.contract import (
+        OpenEnvTrainingContract,
+        PostEvalConfig,
+        PreflightReceipt,
+        PreflightRequest,
+        check_preflight,
+        materialize_config,
+    )
+    from kiln_core.dataset import (
+        read_groups,
+    )
+    from kiln_core.discovery import (
+        EnvironmentIdentity,
+        EnvironmentInspection,
+        EnvironmentSchema,
+        environment_url,
+    )
+    from kiln_core.drive.collect import (
+        CollectionRequest,
+        EnvironmentTarget,
+        collect,
+        select_training,
+    )
+    from kiln_core.drive.files import (
+        publish_bundle,
+        read_bundle,
+    )
+    from kiln_core.drive.http import (
+        Credential,
+        environment_client,
+    )
+    from kiln_core.drive.policy import (
+        HttpPolicy,
+        http_policy,
+    )
+    from kiln_core.drive.replay import (
+        ReplayOutcome,
+        ReplayRequest,
+        replay_bundle,
+    )
+    from kiln_core.engine import (
+        Engine,
+        EngineSettings,
+    )
+    from kiln_core.episode import (
+        Episode,
+        EpisodeSetup,
+        run_episode,
+    )
+    from kiln_core.errors import (
+        AdmissionError,
+        ArtifactError,
+        CapacityExhausted,
+        CapacityFull,
+        Conflict,
+        ContextOverflow,
+        CredentialReflected,
+        DriftError,
+        EnvironmentFault,
+        EpisodeUnfit,
+        FileUnreadable,
+        HttpStatusError,
+        IdentityDrift,
+        InvalidActionSchema,
+        InvalidBundle,
+        InvalidRecord,
+        IrregularFile,
+        KilnError,
+        LimitError,
+        LocalProtocolError,
+        MalformedJson,
+        MissingExtra,
+        OutputExists,
+        OutputUnwritable,
+        PolicyDrift,
+        PolicyError,
+        ProtocolError,
+        RemoteProtocolError,
+        ReplayDrift,
+        ServerRefusal,
+        ServerUnreachable,
+        SessionLost,
+        SessionRefused,
+        TrainingError,
+        TransportError,
+        UsageError,
+    )
+    from kiln_core.evaluation import (
+        EnvironmentEvalConfig,
+        EnvironmentEvalDecision,
+        EnvironmentEvalEvidence,
+        EnvironmentEvalGate,
+        check_paired,
+        evaluate_pairs,
+        least_passing_wins,
+        sign_test_p_value,
+    )
+    from kiln_core.grpo import (
+        AdamW,
+        EchoLoss,
+        GrpoConfig,
+        LossConfig,
+        Muon,
+        Sgd,
+    )
+    from kiln_core.lineage import (
+        CorpusLineage,
+        OpenEnvTrainingData,
+    )
+    from kiln_core.manifest import (
+        Observation,
+        OpenEnvReplayManifest,
+    )
+    from kiln_core.plan import (
+        CollectionControls,
+        generation_seed,
+        reset_templates,
+    )
+    from kiln_core.ports import (
+        Observer,
+        Policy,
+        PolicyDescription,
+        PolicyReply,
+        PolicyRequest,
+    )
+    from kiln_core.provenance import (
+        BehaviorPolicyIdentity,
+        RolloutProvenance,
+    )
+    from kiln_core.receipt import (
+        OpenEnvRolloutSummary,
+        OpenEnvTrainingSelection,
+        ReplayRunReport,
+        RolloutRecord,
+        RolloutStats,
+        VerificationReport,
+    )
+    from kiln_core.records import (
+        AgenticGroup,
+        ChatMessage,
+        EpisodeTermination,
+        OpenEnvRolloutProvenance,
+        ScoredRollout,
+        TurnSegment,
+    )
+    from kiln_core.scripted import (
+        ScriptedPolicy,
+    )
+    from kiln_core.selection import (
+        TrainingSelector,
+    )
+    from kiln_core.trace import (
+        RolloutTrace,
+    )
+    from kiln_core.verify import (
+        BundleBytes,
+        VerifiedBundle,
+        verify_bundle,
+    )
+
+__all__ = [
+    "ActionSchema",
+    "AdamW",
+    "AdmissionError",
+    "AgenticGroup",
+    "ArtifactError",
+    "BehaviorPolicyIdentity",
+    "Bundle",
+    "BundleBytes",
+    "BundlePaths",
+    "CapacityExhausted",
+    "CapacityFull",
+    "ChatMessage",
+    "CollectionControls",
+    "CollectionRequest",
+    "Conflict",
+    "ContextOverflow",
+    "CorpusLineage",
+    "Credential",
+    "CredentialReflected",
+    "Drift",
+    "DriftError",
+    "EchoLoss",
+    "Engine",
+    "EngineSettings",
+    "EnvironmentEvalConfig",
+    "EnvironmentEvalDecision",
+    "EnvironmentEvalEvidence",
+    "EnvironmentEvalGate",
+    "EnvironmentFault",
+    "EnvironmentIdentity",
+    "EnvironmentInspection",
+    "EnvironmentSchema",
+    "EnvironmentTarget",
+    "Episode",
+    "EpisodeSetup",
+    "EpisodeTermination",
+    "EpisodeUnfit",
+    "FileUnreadable",
+    "GrpoConfig",
+    "HttpPolicy",
+    "HttpStatusError",
+    "IdentityDrift",
+    "InvalidAction",
+    "InvalidActionSchema",
+    "InvalidBundle",
+    "InvalidRecord",
+    "IrregularFile",
+    "KilnError",
+    "LimitError",
+    "LocalProtocolError",
+    "LossConfig",
+    "MalformedJson",
+    "MissingExtra",
+    "Muon",
+    "Observation",
+    "Observer",
+    "OpenEnvReplayManifest",
+    "OpenEnvRolloutProvenance",
+    "OpenEnvRolloutSummary",
+    "OpenEnvTrainingContract",
+    "OpenEnvTrainingData",
+    "OpenEnvTrainingSelection",
+    "OutputExists",
+    "OutputUnwritable",
+    "Policy",
+    "PolicyDescription",
+    "PolicyDrift",
+    "PolicyError",
+    "PolicyReply",
+    "PolicyRequest",
+    "PostEvalConfig",
+    "PreflightReceipt",
+    "PreflightRequest",
+    "ProtocolError",
+    "RemoteProtocolError",
+    "ReplayDrift",
+    "ReplayOutcome",
+    "ReplayRequest",
+    "ReplayRunReport",
+    "RolloutProvenance",
+    "RolloutRecord",
+    "RolloutStats",
+    "RolloutTrace",
+    "ScoredRollout",
+    "ScriptedPolicy",
+    "ServerRefusal",
+    "ServerUnreachable",
+    "SessionLost",
+    "SessionRefused",
+    "Sgd",
+    "TrainingError",
+    "TrainingSelector",
+    "TransportError",
+    "TurnSegment",
+    "UsageError",
+    "VerificationReport",
+    "VerifiedBundle",
+    "check_paired",
+    "check_preflight",
+    "collect",
+    "compact",
+    "digest",
+    "digest_json",
+    "environment_client",
+    "environment_url",
+    "evaluate_pairs",
+    "find_drift",
+    "generation_seed",
+    "http_policy",
+    "least_passing_wins",
+    "materialize_config",
+    "parse_reply",
+    "pretty",
+    "publish_bundle",
+    "read_bundle",
+    "read_groups",
+    "read_json",
+    "replay_bundle",
+    "reset_templates",
+    "run_episode",
+    "same_json",
+    "select_training",
+    "sign_test_p_value",
+    "verify_bundle",
+]
+
+_HOMES = {
+    "actions": "ActionSchema InvalidAction parse_reply",
+    "bundle": "Bundle BundlePaths",
+    "canonical": "compact digest digest_json pretty read_json same_json",
+    "compare": "Drift find_drift",
+    "contract": (
+        "OpenEnvTrainingContract PostEvalConfig PreflightReceipt "
+        "PreflightRequest check_preflight materialize_config"
+    ),
+    "dataset": "read_groups",
+    "discovery": (
+        "EnvironmentIdentity EnvironmentInspection EnvironmentSchema environment_url"
+    ),
+    "drive.collect": "CollectionRequest EnvironmentTarget collect select_training",
+    "drive.files": "publish_bundle read_bundle",
+    "drive.http": "Credential environment_client",
+    "drive.policy": "HttpPolicy http_policy",
+    "drive.replay": "ReplayOutcome ReplayRequest replay_bundle",
+    "engine": "Engine EngineSettings",
+    "episode": "Episode EpisodeSetup run_episode",
+    "errors": (
+        "AdmissionError ArtifactError CapacityExhausted CapacityFull Conflict "
+        "ContextOverflow CredentialReflected DriftError EnvironmentFault "
+        "EpisodeUnfit FileUnreadable HttpStatusError IdentityDrift "
+        "InvalidActionSchema InvalidBundle InvalidRecord IrregularFile "
+        "KilnError LimitError LocalProtocolError MalformedJson MissingExtra "
+        "OutputExists OutputUnwritable PolicyDrift PolicyError ProtocolError "
+        "RemoteProtocolError ReplayDrift ServerRefusal ServerUnreachable "
+        "SessionLost SessionRefused TrainingError TransportError UsageError"
+    ),
+    "evaluation": (
+        "EnvironmentEvalConfig EnvironmentEvalDecision EnvironmentEvalEvidence "
+        "EnvironmentEvalGate check_paired evaluate_pairs least_passing_wins "
+        "sign_test_p_value"
+    ),
+    "grpo": "AdamW EchoLoss GrpoConfig LossConfig Muon Sgd",
+    "lineage": "CorpusLineage OpenEnvTrainingData",
+    "manifest": "Observation OpenEnvReplayManifest",
+    "plan": "CollectionControls generation_seed reset_templates",
+    "ports": "Observer Policy PolicyDescription PolicyReply PolicyRequest",
+    "provenance": "BehaviorPolicyIdentity RolloutProvenance",
+    "receipt": (
+        "OpenEnvRolloutSummary OpenEnvTrainingSelection ReplayRunReport "
+        "RolloutRecord RolloutStats VerificationReport"
+    ),
+    "records": (
+        "AgenticGroup ChatMessage EpisodeTermination OpenEnvRolloutProvenance "
+        "ScoredRollout TurnSegment"
+    ),
+    "scripted": "ScriptedPolicy",
+    "selection": "TrainingSelector",
+    "trace": "RolloutTrace",
+    "verify": "BundleBytes VerifiedBundle verify_bundle",
+}
+"""Which names a module defines."""
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name.
+
+    Raises:
+        AttributeError: There is none of that name.
+    """
+    for module, names in _HOMES.items():
+        if name in names.split():
+            value = getattr(import_module(f"kiln_core.{module}"), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

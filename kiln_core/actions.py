@@ -8,7 +8,6 @@ action the schema refuses is never sent.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Final, Protocol
 
@@ -19,10 +18,13 @@ from kiln_core.canonical import (
     JsonValue,
     canonical_bytes,
     digest_json,
+    escape_token,
+    nests_deeper,
     read_json,
     sorted_json,
 )
-from kiln_core.errors import InvalidActionSchema, MalformedJson
+from kiln_core.errors import InvalidActionSchema, InvalidRecord, MalformedJson
+from kiln_core.schema_cost import SchemaCost
 
 __all__ = ["ActionSchema", "InvalidAction", "parse_reply", "split_reasoning"]
 
@@ -31,11 +33,8 @@ INVALID_ACTION: Final = "INVALID_MODEL_ACTION"
 SCHEMA_FAILED: Final = "ACTION_SCHEMA_VALIDATION_FAILED"
 THINK_CLOSE: Final = "</think>"
 
-IN_PLACE: Final = ("allOf", "anyOf", "oneOf")
-IN_PLACE_SINGLE: Final = ("if", "then", "else", "not")
-MAX_DIAGNOSED_BRANCHES: Final = 10_000
-"""An error tree grows with subschemas to the power of the instance's depth."""
-FENCE: Final = re.compile(r"\A```(?:json|JSON)?\s*(.*?)\s*```\Z", re.DOTALL)
+FENCE: Final = "```"
+FENCE_TAGS: Final = ("json", "JSON")
 
 
 class InvalidAction(Exception):
@@ -75,27 +74,33 @@ class ActionSchema:
             InvalidActionSchema: It is no JSON Schema, refers to anything outside
                 itself, or crosses a bound of ``kiln_core.limits``.
         """
+        _check_bounds(schema)
         self.document = sorted_json(schema)
         self.sha256 = digest_json(schema)
-        _check_bounds(self.document)
+        self._cost = SchemaCost(self.document)
         self._validator = _compile(self.document)
 
     def check(self, action: dict[str, JsonValue]) -> None:
         """Check an action.
 
         Raises:
-            InvalidAction: The schema refuses it.
+            InvalidAction: The schema refuses it, or checking it would cost too much.
         """
-        if _depth(action) > limits.MAX_ACTION_DEPTH:
+        if nests_deeper(action, limits.MAX_ACTION_DEPTH):
             raise InvalidAction(SCHEMA_FAILED, "the action nests too deep")
+        work = self._cost.work(action, limits.MAX_ACTION_WORK)
+        if work > limits.MAX_ACTION_WORK:
+            raise InvalidAction(
+                SCHEMA_FAILED, "the action is too large and nested for its schema"
+            )
         # The verdict is is_valid: building the error tree of a hostile schema can
-        # take seconds and gigabytes, so a diagnosis is made only for small schemas.
+        # take seconds and gigabytes, so a diagnosis is made only where it is cheap.
         if not self._validator.is_valid(action):
-            raise InvalidAction(SCHEMA_FAILED, self._diagnosis(action))
+            cheap = work <= limits.MAX_DIAGNOSED_WORK
+            raise InvalidAction(SCHEMA_FAILED, self._diagnosis(action, cheap=cheap))
 
-    def _diagnosis(self, action: dict[str, JsonValue]) -> str:
-        branches = _expansion(self.document)
-        if branches ** _depth(action) > MAX_DIAGNOSED_BRANCHES:
+    def _diagnosis(self, action: dict[str, JsonValue], *, cheap: bool) -> str:
+        if not cheap:
             return "the action does not satisfy the action schema"
         issues: list[str] = []
         for error in self._validator.iter_errors(action):
@@ -103,7 +108,7 @@ class ActionSchema:
                 issues.append("additional issues omitted")
                 break
             issues.append(_issue(error))
-        return "; ".join(issues) or "the action does not satisfy the action schema"
+        return "; ".join(issues)
 
 
 def split_reasoning(text: str, *, thinking: bool) -> str:
@@ -135,9 +140,8 @@ def parse_reply(text: str, schema: ActionSchema) -> dict[str, JsonValue]:
     stripped = text.strip()
     if not stripped:
         raise InvalidAction(NO_OUTPUT, "the model gave no final answer")
-    fenced = FENCE.match(stripped)
     try:
-        value = read_json(fenced.group(1) if fenced else stripped, "the reply")
+        value = read_json(_unfenced(stripped), "the reply")
     except MalformedJson:
         raise InvalidAction(
             INVALID_ACTION, "the reply is not exactly one JSON object"
@@ -154,7 +158,7 @@ def _compile(schema: JsonValue) -> _Validator:
         validator: _Validator = validator_for(
             schema,
             offline=True,
-            pattern_options=RegexOptions(size_limit=limits.MIB),
+            pattern_options=RegexOptions(size_limit=limits.MAX_PATTERN_BYTES),
         )
         validator.is_valid({})
     except Exception as error:
@@ -167,115 +171,38 @@ def _compile(schema: JsonValue) -> _Validator:
     return validator
 
 
+def _unfenced(text: str) -> str:
+    """Return what stands in a closed fence, or the text itself.
+
+    No regular expression: a reply of spaces would make one run for hours.
+    """
+    if len(text) < 2 * len(FENCE) or not (
+        text.startswith(FENCE) and text.endswith(FENCE)
+    ):
+        return text
+    inner = text[len(FENCE) : -len(FENCE)]
+    for tag in FENCE_TAGS:
+        if inner.startswith(tag):
+            inner = inner.removeprefix(tag)
+            break
+    return inner.strip()
+
+
 def _check_bounds(schema: JsonValue) -> None:
     if not isinstance(schema, (dict, bool)):
         raise InvalidActionSchema("the action schema is not a JSON Schema")
-    if len(canonical_bytes(schema)) > limits.MAX_SCHEMA_BYTES:
-        raise InvalidActionSchema(
-            f"the action schema is over {limits.MAX_SCHEMA_BYTES} bytes"
-        )
-    if _depth(schema) > limits.MAX_SCHEMA_DEPTH:
+    if nests_deeper(schema, limits.MAX_SCHEMA_DEPTH):
         raise InvalidActionSchema(
             f"the action schema nests deeper than {limits.MAX_SCHEMA_DEPTH} levels"
         )
-    for reference in _references(schema):
-        if not reference.startswith("#"):
-            raise InvalidActionSchema(
-                "the action schema refers to a document outside itself"
-            )
-    if _expansion(schema) > limits.MAX_SCHEMA_EXPANSION:
-        raise InvalidActionSchema("the action schema expands without bound")
-
-
-def _depth(value: JsonValue) -> int:
-    if isinstance(value, dict):
-        return 1 + max((_depth(member) for member in value.values()), default=0)
-    if isinstance(value, list):
-        return 1 + max((_depth(member) for member in value), default=0)
-    return 0
-
-
-def _references(value: JsonValue) -> Iterator[str]:
-    if isinstance(value, dict):
-        for key, member in value.items():
-            if key in {"$ref", "$dynamicRef", "$recursiveRef"} and isinstance(
-                member, str
-            ):
-                yield member
-            else:
-                yield from _references(member)
-    elif isinstance(value, list):
-        for member in value:
-            yield from _references(member)
-
-
-def _expansion(schema: JsonValue) -> int:
-    """Count subschemas that apply to one instance, following references in place.
-
-    A chain of ``anyOf`` over the same reference doubles at every level, which no
-    validator survives; the count is memoised, so it is linear here. The largest count
-    over all subschemas is what matters, since members apply to other instances.
-    """
-    counts: dict[int, int] = {}
-    running: set[int] = set()
-
-    def applied(node: JsonValue) -> int:
-        if not isinstance(node, dict):
-            return 1
-        known = counts.get(id(node))
-        if known is not None:
-            return known
-        if id(node) in running:
-            return limits.MAX_SCHEMA_EXPANSION + 1
-        running.add(id(node))
-        count = min(
-            1 + sum(applied(part) for part in _in_place_parts(node, schema)),
-            limits.MAX_SCHEMA_EXPANSION + 1,
+    try:
+        size = len(canonical_bytes(schema))
+    except InvalidRecord as error:
+        raise InvalidActionSchema("the action schema has no JSON form") from error
+    if size > limits.MAX_SCHEMA_BYTES:
+        raise InvalidActionSchema(
+            f"the action schema is over {limits.MAX_SCHEMA_BYTES} bytes"
         )
-        running.discard(id(node))
-        counts[id(node)] = count
-        return count
-
-    return max(applied(node) for node in _subschemas(schema))
-
-
-def _in_place_parts(node: dict[str, Any], root: JsonValue) -> Iterator[JsonValue]:
-    for keyword in IN_PLACE:
-        parts = node.get(keyword)
-        if isinstance(parts, list):
-            yield from parts
-    for keyword in IN_PLACE_SINGLE:
-        if keyword in node:
-            yield node[keyword]
-    for keyword in ("$ref", "$dynamicRef"):
-        reference = node.get(keyword)
-        if isinstance(reference, str):
-            target = _resolve(reference, root)
-            if target is not None:
-                yield target
-
-
-def _subschemas(value: JsonValue) -> Iterator[JsonValue]:
-    yield value
-    if isinstance(value, dict):
-        for member in value.values():
-            yield from _subschemas(member)
-    elif isinstance(value, list):
-        for member in value:
-            yield from _subschemas(member)
-
-
-def _resolve(reference: str, root: JsonValue) -> JsonValue | None:
-    node = root
-    for token in reference.removeprefix("#").split("/")[1:]:
-        key = token.replace("~1", "/").replace("~0", "~")
-        if isinstance(node, dict) and key in node:
-            node = node[key]
-        elif isinstance(node, list) and key.isdigit() and int(key) < len(node):
-            node = node[int(key)]
-        else:
-            return None
-    return node
 
 
 def _issue(error: ValidationError) -> str:
@@ -286,7 +213,7 @@ def _issue(error: ValidationError) -> str:
 
 
 def _pointer(path: list[str | int]) -> str:
-    return "".join(f"/{token}" for token in path)
+    return "".join(f"/{escape_token(str(token))}" for token in path)
 
 
 def _bounded(text: str) -> str:

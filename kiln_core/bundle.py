@@ -8,6 +8,7 @@ nothing. Writing the files is not done here (``kiln_core.drive.files``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import PurePath
 from typing import TypeVar
@@ -28,7 +29,7 @@ from kiln_core.canonical import (
 from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.discovery import CLIENT_PROFILE, EnvironmentInspection
 from kiln_core.episode import Episode
-from kiln_core.errors import EpisodeUnfit, LimitError, PolicyDrift
+from kiln_core.errors import EpisodeUnfit, LimitError, PolicyDrift, UsageError
 from kiln_core.manifest import (
     REPLAY_SCHEMA,
     Observation,
@@ -53,8 +54,8 @@ from kiln_core.records import (
     EpisodeTermination,
     OpenEnvRolloutProvenance,
     ScoredRollout,
-    TurnSegment,
     joined_actions,
+    observed_turns,
 )
 from kiln_core.trace import TRACE_SCHEMA, RolloutTrace, prompt_token_ids, token_trace
 
@@ -80,6 +81,15 @@ class BundlePaths(msgspec.Struct, frozen=True, kw_only=True):
     dataset: PurePath = PurePath("openenv.rollouts.jsonl")
     replay: PurePath = PurePath("openenv.replay.json")
     summary: PurePath = PurePath("openenv.rollout-summary.json")
+
+    def __post_init__(self) -> None:
+        for path in (self.dataset, self.replay, self.summary):
+            try:
+                str(path).encode()
+            except UnicodeEncodeError as error:
+                raise UsageError(
+                    f"output path {str(path)!r} is not UTF-8, so no summary can name it"
+                ) from error
 
 
 class GroupSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,8 +172,20 @@ def project_candidate(
         candidate_index: 0-based place in the group.
         attempt: How many sessions were lost before this one.
         capacity_retries: How often a full environment was met.
+
+    Raises:
+        PolicyDrift: A turn was guided by another grammar than agreed on, or its
+            tokenizer or sampling changed.
+        PolicyError: A turn's token ids contradict themselves.
     """
     samples = [reply.sample for reply in episode.replies if reply.sample is not None]
+    for sample in samples:
+        if sample.guide_sha256 != setting.guide_sha256:
+            raise PolicyDrift(
+                "a turn was guided by another grammar than the one agreed on",
+                expected=setting.guide_sha256,
+                found=sample.guide_sha256,
+            )
     complete = setting.keep_tokens and len(samples) == len(episode.replies)
     done = episode.termination is EpisodeTermination.DONE
     rollout = ScoredRollout(
@@ -231,15 +253,6 @@ def rollout_record(
     )
 
 
-def observed_turns(trajectory: list[TurnSegment]) -> list[bool]:
-    """Say, per turn, whether its result was environment text."""
-    return [
-        segment.warning_prefix_len is UNSET
-        for segment in trajectory
-        if segment.kind == "observation"
-    ]
-
-
 def assemble_group(
     setting: GroupSetting, candidates: Sequence[Candidate]
 ) -> CollectedGroup:
@@ -282,6 +295,7 @@ def derive_bundle(facts: CollectionFacts, groups: Sequence[CollectedGroup]) -> B
         groups: In order of their index.
 
     Raises:
+        EpisodeUnfit: The returns have no finite mean.
         LimitError: A file would be over its bound.
     """
     dataset = bounded(b"".join(group.line for group in groups), "the dataset")
@@ -300,6 +314,8 @@ def derive_bundle(facts: CollectionFacts, groups: Sequence[CollectedGroup]) -> B
         "the replay manifest",
     )
     records = [record for group in groups for record in group.records]
+    if not math.isfinite(rollout_stats(records).mean_episode_return):
+        raise EpisodeUnfit("the returns of a collection have no finite mean")
     bundle = Bundle(
         dataset=dataset,
         replay=replay,

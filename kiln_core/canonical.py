@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, TypeAlias, TypeVar
+from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
 
@@ -59,8 +59,14 @@ class Record(
 
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
+MAX_QUOTED: Final = 300
+"""Characters of a peer's text in a message of ours."""
+TOO_DEEP: Final = b"\n" + b"  " * (limits.MAX_ARTIFACT_DEPTH + 1)
+"""An indent that only a document beyond the bound has."""
+
 _records = msgspec.json.Encoder()
 _values = msgspec.json.Encoder(order="sorted")
+_finite_only = json.JSONEncoder(allow_nan=False, check_circular=False)
 
 
 def compact(record: Any) -> bytes:
@@ -74,6 +80,18 @@ def compact(record: Any) -> bytes:
             what JSON can carry exactly, or a lone surrogate.
     """
     return _encode(_records, record)
+
+
+def encoded_again(record: msgspec.Struct) -> bytes:
+    """Encode a record that was decoded, which therefore holds only what JSON can.
+
+    Raises:
+        InvalidRecord: It nests too deep to be encoded.
+    """
+    try:
+        return _records.encode(record)
+    except RecursionError as error:
+        raise InvalidRecord("value nests too deep") from error
 
 
 def pretty(record: Any) -> bytes:
@@ -114,7 +132,11 @@ def sorted_json(value: JsonValue) -> JsonValue:
     Raises:
         InvalidRecord: As `compact`.
     """
-    return msgspec.json.decode(canonical_bytes(value))
+    try:
+        return msgspec.json.decode(canonical_bytes(value))
+    except msgspec.DecodeError as error:
+        # a sign counts as a digit when reading, not when writing
+        raise InvalidRecord(f"value has no JSON form: {_reason(error)}") from error
 
 
 def same_json(left: JsonValue, right: JsonValue) -> bool:
@@ -129,25 +151,27 @@ def same_member(left: Any, right: Any) -> bool:
     return compact(left) == compact(right)
 
 
-def read_json(data: bytes | str, what: str) -> JsonValue:
+def read_json(
+    data: bytes | str, what: str, max_depth: int = limits.MAX_JSON_DEPTH
+) -> JsonValue:
     """Decode exactly one strict JSON document.
 
     Args:
         data: UTF-8 bytes or text.
         what: Names the document in the error.
+        max_depth: Objects and arrays that may stand in each other.
 
     Raises:
         MalformedJson: The document is not strict JSON or nests too deep.
     """
     try:
         value = msgspec.json.decode(data)
-        json.loads(data, object_pairs_hook=_distinct_keys)
+        _keys_only.decode(data if isinstance(data, str) else data.decode())
     except (msgspec.DecodeError, UnicodeError, ValueError, RecursionError) as error:
         raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
-    if _too_deep(value, limits.MAX_JSON_DEPTH):
+    if nests_deeper(value, max_depth):
         raise MalformedJson(
-            f"{what} nests deeper than {limits.MAX_JSON_DEPTH} levels",
-            limit=limits.MAX_JSON_DEPTH,
+            f"{what} nests deeper than {max_depth} levels", limit=max_depth
         )
     return value
 
@@ -168,16 +192,12 @@ def read_record(
         InvalidRecord: It is not such a record; ``details`` hold the pointer.
     """
     if not _is_own_encoding(data):
-        read_json(data, what)
+        read_json(data, what, limits.MAX_ARTIFACT_DEPTH)
     try:
         return msgspec.json.decode(data, type=record_type)
     except msgspec.ValidationError as error:
-        reason, pointer = split_path(str(error))
-        raise InvalidRecord(
-            f"{what} is invalid at {pointer or 'its root'}: {reason}",
-            pointer=pointer,
-            **details,
-        ) from error
+        invalid = _not_a_record(error, what, details)
+        raise invalid from error
 
 
 def convert_record(value: JsonValue, record_type: type[RecordT], what: str) -> RecordT:
@@ -189,20 +209,23 @@ def convert_record(value: JsonValue, record_type: type[RecordT], what: str) -> R
     try:
         return msgspec.convert(value, record_type)
     except msgspec.ValidationError as error:
-        reason, pointer = split_path(str(error))
-        raise InvalidRecord(
-            f"{what} is invalid at {pointer or 'its root'}: {reason}", pointer=pointer
-        ) from error
+        invalid = _not_a_record(error, what, {})
+        raise invalid from error
 
 
 def split_path(message: str) -> tuple[str, str]:
-    """Split a msgspec message into its reason and the JSON Pointer (RFC 6901)."""
-    match = re.search(r" - at `(?:key in )?\$(.*)`$", message)
-    if match is None:
+    """Split a msgspec message into its reason and the JSON Pointer (RFC 6901).
+
+    Where msgspec writes ``[...]`` for any member of an object, so does the pointer.
+    """
+    # the last one: a message may quote an unknown key that looks like a path
+    start = message.rfind(" - at `")
+    match = re.fullmatch(r" - at `(?:key in )?\$(.*)`", message[start:], re.DOTALL)
+    if start < 0 or match is None:
         return message, ""
     tokens = re.findall(r"\.([^.\[\]]+)|\[([^\]]*)\]", match.group(1))
     pointer = "".join("/" + (name or index) for name, index in tokens)
-    return message[: match.start()], pointer
+    return message[:start], pointer
 
 
 def total(values: Iterable[float]) -> float:
@@ -223,9 +246,8 @@ def first_difference(left: JsonValue, right: JsonValue) -> str | None:
     Objects are walked in sorted key order, arrays by index; a missing member and a
     different length count at the member that is missing.
     """
-    for pointer in differences(left, right):
-        return pointer
-    return None
+    # most values are equal, and one comparison of bytes is far cheaper than a walk
+    return None if same_json(left, right) else next(differences(left, right), "")
 
 
 def differences(left: JsonValue, right: JsonValue, at: str = "") -> Iterator[str]:
@@ -251,58 +273,76 @@ def escape_token(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
+def _distinct_keys(pairs: list[tuple[str, JsonValue]]) -> None:
+    if len(dict(pairs)) != len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"duplicate key {key!r}")
+
+
+_keys_only = json.JSONDecoder(object_pairs_hook=_distinct_keys)
+
+
 def _encode(encoder: msgspec.json.Encoder, value: Any) -> bytes:
     try:
         data = encoder.encode(value)
     except (ValueError, OverflowError, RecursionError, TypeError) as error:
         raise InvalidRecord(f"value has no JSON form: {_reason(error)}") from error
-    # msgspec writes NaN and infinities as null: only a value that really holds a
-    # null can be affected, so the walk is skipped for all others.
-    if b"null" in data and _has_non_finite(msgspec.to_builtins(value)):
+    # msgspec writes NaN and infinities as null: only a value that seems to hold a null
+    # can be affected, so the second pass is skipped for all others.
+    if b"null" in data and _has_non_finite(value):
         raise InvalidRecord("value holds a number that is not finite")
     return data
 
 
-def _has_non_finite(value: JsonValue) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, dict):
-        return any(_has_non_finite(member) for member in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_non_finite(member) for member in value)
+def _has_non_finite(value: Any) -> bool:
+    try:
+        _finite_only.encode(msgspec.to_builtins(value))
+    except ValueError:
+        return True
     return False
-
-
-def _distinct_keys(pairs: list[tuple[str, JsonValue]]) -> None:
-    if len({key for key, _ in pairs}) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"duplicate key {key!r}")
-            seen.add(key)
 
 
 def _is_own_encoding(data: bytes) -> bool:
     """Say whether re-encoding gives the same bytes, so that no key came twice."""
     try:
         value = msgspec.json.decode(data)
+        again = _records.encode(value)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return False
-    again = _records.encode(value)
-    return data in (again, again + b"\n") or (
-        data == msgspec.json.format(again, indent=2) + b"\n"
-    )
+    if data in (again, again + b"\n"):
+        return not nests_deeper(value, limits.MAX_ARTIFACT_DEPTH)
+    # strings hold no line break, so such an indent is nesting
+    own = data == msgspec.json.format(again, indent=2) + b"\n"
+    return own and TOO_DEEP not in data
 
 
-def _too_deep(value: JsonValue, levels: int) -> bool:
+def nests_deeper(value: JsonValue, levels: int) -> bool:
+    """Say whether more than ``levels`` objects and arrays stand in each other."""
     if isinstance(value, dict):
         members: Any = value.values()
     elif isinstance(value, list):
         members = value
     else:
         return False
-    return levels == 0 or any(_too_deep(member, levels - 1) for member in members)
+    return levels == 0 or any(nests_deeper(member, levels - 1) for member in members)
+
+
+def printable(text: str, limit: int = MAX_QUOTED) -> str:
+    """Return text of a peer as one short line that is safe to show."""
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return shown if len(shown) <= limit else shown[:limit] + "..."
+
+
+def _not_a_record(
+    error: msgspec.ValidationError, what: str, details: dict[str, Any]
+) -> InvalidRecord:
+    reason, pointer = split_path(str(error))
+    return InvalidRecord(
+        f"{what} is invalid at {pointer or 'its root'}: {printable(reason)}",
+        pointer=pointer,
+        **details,
+    )
 
 
 def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__
+    return printable(str(error) or type(error).__name__)

@@ -7,7 +7,8 @@ identity of the policy sealed. Everything later consumes that contract.
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -39,7 +40,7 @@ class PostEvalConfig(Record, frozen=True, kw_only=True):
 
     suite: Annotated[str, Meta(min_length=1)]
     data_scope: Literal["held-out", "train-set-eval"] = "held-out"
-    generation: dict[str, object] | UnsetType = UNSET
+    generation: dict[str, Any] | UnsetType = UNSET
     min_accuracy: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET
     include_baseline: bool = False
 
@@ -166,6 +167,57 @@ def check_preflight(
     )
 
 
+def check_contract(
+    contract: OpenEnvTrainingContract,
+    policy: BehaviorPolicyIdentity,
+    fail: Callable[..., Any],
+) -> None:
+    """Check that a recorded contract is valid and is that of its collection.
+
+    Args:
+        contract: From the summary.
+        policy: Who acted.
+        fail: Called for the first contradiction.
+    """
+    config = contract.effective_config
+    pairs = (
+        ("behavior_policy", policy, contract.behavior_policy),
+        ("effective_config/base_adapter", policy.adapter_name, config.base_adapter),
+        (
+            "effective_config/behavior_policy",
+            "no_importance_correction",
+            config.behavior_policy,
+        ),
+    )
+    for name, expected, found in pairs:
+        if expected != found:
+            fail(
+                "summary_contract",
+                f"/training_contract/{name}",
+                "the collection says otherwise",
+                expected,
+                found,
+            )
+    if config.output_name is None:
+        fail(
+            "summary_contract",
+            "/training_contract/effective_config/output_name",
+            "a contract names its adapter",
+            "a name",
+            None,
+        )
+    try:
+        check_grpo_config(config)
+    except UsageError as error:
+        fail(
+            "summary_contract",
+            "/training_contract/effective_config",
+            error.message,
+            "a valid configuration",
+            "another",
+        )
+
+
 def check_policy_adapter(policy: BehaviorPolicyIdentity, adapter: str | None) -> None:
     """Check that a policy identity names the adapter that was asked for.
 
@@ -208,6 +260,8 @@ def read_training_config(value: object) -> GrpoConfig:
         UsageError: A field is unknown or has a wrong value; the message names it.
     """
     if isinstance(value, dict) and "reference_policy" in value:
+        if "kl_reference_policy" in value:
+            raise UsageError("reference_policy is an alias of kl_reference_policy")
         value = {**value, "kl_reference_policy": value["reference_policy"]}
         del value["reference_policy"]
     try:

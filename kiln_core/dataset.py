@@ -10,13 +10,21 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, NoReturn
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
-from kiln_core.canonical import compact
-from kiln_core.errors import InvalidBundle
+from kiln_core.canonical import (
+    compact,
+    encoded_again,
+    printable,
+    same_json,
+    split_path,
+)
+from kiln_core.errors import InvalidBundle, InvalidRecord
+from kiln_core.receipt import OpenEnvRolloutSummary
 from kiln_core.records import AgenticGroup
+from kiln_core.trace import SamplingTransform, TokenTrace
 
-__all__ = ["fail_in", "read_groups"]
+__all__ = ["TraceLedger", "fail_in", "read_groups"]
 
 MAX_SHOWN: Final = 300
 """Characters of an expected or found value in an error."""
@@ -42,6 +50,78 @@ def read_groups(
         start = stop
 
 
+class TraceLedger:
+    """What the traces of a dataset say together.
+
+    A collection has one tokenizer, one sampling transform, and one guide per
+    environment, so that every trace must repeat them.
+
+    Attributes:
+        retried: Rollouts that needed more than one attempt.
+        traced: Rollouts that carry token ids.
+    """
+
+    def __init__(self, summary: OpenEnvRolloutSummary) -> None:
+        self.retried = 0
+        self.traced = 0
+        self._known: dict[str, Any] = {
+            "sampling/temperature": summary.temperature,
+            "sampling/max_tokens": summary.max_action_tokens,
+        }
+
+    def add(
+        self, environment_index: int, group: AgenticGroup, fail: Callable[..., Any]
+    ) -> None:
+        """Take the traces of the next group.
+
+        Args:
+            environment_index: Where the group was played.
+            group: Its line.
+            fail: Called for the first contradiction.
+        """
+        before = self.traced
+        for index, rollout in enumerate(group.completions):
+            trace = rollout.trace
+            if isinstance(trace, UnsetType):
+                continue
+            at = f"/completions/{index}/trace"
+            guide = f"guide of environment {environment_index}"
+            self._check(guide, trace.guide_sha256, f"{at}/guide_sha256", fail)
+            self.retried += trace.attempt > 0
+            if trace.tokens is not None:
+                self.traced += 1
+                self._check_tokens(trace.tokens, f"{at}/tokens", fail)
+        traced = self.traced > before
+        if traced != (group.prompt_token_ids is not UNSET):
+            fail(
+                "dataset_trace",
+                "/prompt_token_ids",
+                "they stand exactly where a rollout has token ids",
+                "present" if traced else "absent",
+                "absent" if traced else "present",
+            )
+
+    def _check_tokens(
+        self, tokens: TokenTrace, at: str, fail: Callable[..., Any]
+    ) -> None:
+        place = "tokenizer_sha256"
+        self._check(place, tokens.tokenizer_sha256, f"{at}/{place}", fail)
+        for name in SamplingTransform.__struct_fields__:
+            place = f"sampling/{name}"
+            self._check(place, getattr(tokens.sampling, name), f"{at}/{place}", fail)
+
+    def _check(self, fact: str, found: Any, at: str, fail: Callable[..., Any]) -> None:
+        known = self._known.setdefault(fact, found)
+        if not same_json(known, found):
+            fail(
+                "dataset_trace",
+                at,
+                "the rest of the collection has another",
+                known,
+                found,
+            )
+
+
 def _group(line: bytes, number: int, file: str) -> AgenticGroup:
     fail = fail_in(file, number)
     if not line.endswith(b"\n"):
@@ -49,14 +129,16 @@ def _group(line: bytes, number: int, file: str) -> AgenticGroup:
     try:
         line.decode()
         group = msgspec.json.decode(line, type=AgenticGroup)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        again = encoded_again(group) + b"\n"
+    except (msgspec.DecodeError, UnicodeError, RecursionError, InvalidRecord) as error:
+        reason, pointer = split_path(str(error))
         raise InvalidBundle(
-            f"{file} line {number} is not a group of rollouts: {error}",
+            f"{file} line {number} is not a group of rollouts: {printable(reason)}",
             check="dataset_record",
             file=file,
             line=number,
+            pointer=pointer,
         ) from error
-    again = compact(group) + b"\n"
     if again != line:
         place = next(
             (i for i, (a, b) in enumerate(zip(again, line, strict=False)) if a != b),

@@ -25,7 +25,13 @@ from kiln_core.canonical import (
     same_json,
     sorted_json,
 )
-from kiln_core.errors import IdentityDrift, RemoteProtocolError, UsageError
+from kiln_core.errors import (
+    IdentityDrift,
+    InvalidRecord,
+    RemoteProtocolError,
+    UsageError,
+)
+from kiln_core.provenance import check_identity_text
 
 __all__ = [
     "DiscoveryDocuments",
@@ -127,19 +133,23 @@ def environment_url(text: str, *, default_scheme: bool = True) -> str:
         UsageError: It is no absolute http(s) URL, or has user information, a query
             or a fragment.
     """
-    url = text.strip().rstrip("/")
+    url = text.strip()
     if default_scheme and "://" not in url:
         url = "http://" + url
+    # urlsplit drops line breaks in silence, and a backslash is a slash to some peers
+    if not url.isprintable() or " " in url or "\\" in url:
+        raise UsageError(f"environment URL {text!r} holds characters no URL has")
     parts = _split_url(url, text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
+    named = parts.hostname and not parts.netloc.endswith(":")
+    if parts.scheme not in {"http", "https"} or not named:
         raise UsageError(f"environment URL {text!r} is not an http or https URL")
     if parts.username is not None or parts.password is not None:
         raise UsageError("an environment URL must not carry a user name or password")
-    if parts.query or parts.fragment or "?" in url or "#" in url:
+    if "?" in url or "#" in url:
         raise UsageError(f"environment URL {text!r} must have no query or fragment")
     if len(url.encode()) > limits.MAX_URL_BYTES:
         raise UsageError(f"environment URL is over {limits.MAX_URL_BYTES} bytes")
-    return url
+    return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
 
 
 def websocket_url(base_url: str) -> str:
@@ -202,6 +212,7 @@ def ensure_unchanged(
             f"environment {captured.identity.base_url} is not the one recorded: "
             f"{', '.join(changed)} changed",
             environment=captured.identity.base_url,
+            pointer="/" + changed[0].replace(".", "/"),
             changed=changed,
         )
 
@@ -226,15 +237,27 @@ def _split_url(url: str, text: str) -> SplitResult:
 
 def _metadata(base_url: str, document: JsonValue) -> Metadata:
     try:
-        return convert_record(document, Metadata, "/metadata")
-    except Exception as error:
+        metadata = convert_record(document, Metadata, "/metadata")
+        check_identity_text(metadata.name, "the environment's name")
+    except (InvalidRecord, ValueError) as error:
         raise _unlike_openenv(base_url, "/metadata", str(error)) from error
+    return metadata
 
 
 def _openapi_version(document: JsonValue) -> str | None:
+    """Return the version, None where there is none that an identity can hold.
+
+    The document itself is bound by the discovery digest either way.
+    """
     info = document.get("info") if isinstance(document, dict) else None
     version = info.get("version") if isinstance(info, dict) else None
-    return version if isinstance(version, str) else None
+    if not isinstance(version, str):
+        return None
+    try:
+        check_identity_text(version, "the OpenAPI version")
+    except ValueError:
+        return None
+    return version
 
 
 def _inventory(base_url: str, documents: DiscoveryDocuments, name: str) -> list[str]:

@@ -168,6 +168,7 @@ class TrainingOutcome(msgspec.Struct, frozen=True, kw_only=True):
     manifest_path: Path
     steps: int
     final_loss: float
+    warnings: tuple[str, ...] = ()
 
 
 class Engine(Protocol):
@@ -230,7 +231,7 @@ class Engine(Protocol):
 
         Raises:
             UsageError: This engine cannot train that way.
-            Conflict: The output adapter exists already, or the base adapter does not.
+            Conflict: The output adapter exists already.
         """
 
     def train(

@@ -12,6 +12,7 @@ generator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from typing import TypeAlias
 
@@ -27,7 +28,12 @@ from kiln_core.actions import (
 )
 from kiln_core.canonical import JsonValue, canonical_bytes, compact
 from kiln_core.discovery import EnvironmentInspection
-from kiln_core.errors import EpisodeUnfit, RemoteProtocolError, SessionRefused
+from kiln_core.errors import (
+    EpisodeUnfit,
+    PolicyError,
+    RemoteProtocolError,
+    SessionRefused,
+)
 from kiln_core.limits import Lease
 from kiln_core.manifest import (
     Observation,
@@ -126,7 +132,11 @@ class _Recorder:
         self.lease.charge(len(data), what)
 
     def take_reply(self, reply: PolicyReply) -> str:
-        """Retain a reply; return the text that should be an action."""
+        """Retain a reply; return the text that should be an action.
+
+        Raises:
+            PolicyError: It is no Unicode text.
+        """
         self.replies.append(reply)
         content = reply.content or ""
         if self.setup.thinking:
@@ -134,6 +144,10 @@ class _Recorder:
             content = (reply.reasoning or "") + (
                 THINK_CLOSE + content if closed else ""
             )
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise PolicyError("the policy's reply holds a lone surrogate") from error
         self._add_segment(
             TurnSegment(role="assistant", content=content, kind="action"), "an action"
         )
@@ -215,11 +229,19 @@ class _Recorder:
         self.trajectory.append(segment)
 
     def total_return(self) -> float:
-        return episode_return(
+        """Return the episode's return.
+
+        Raises:
+            EpisodeUnfit: It is not finite: each reward is, their sum need not be.
+        """
+        total = episode_return(
             [exchange.result for exchange in self.exchanges],
             self.setup.protocol_error_reward,
             ended_invalid=self.termination is EpisodeTermination.INVALID_MODEL_ACTION,
         )
+        if not math.isfinite(total):
+            raise EpisodeUnfit("the rewards of an episode add up to no finite return")
+        return total
 
 
 def run_episode(setup: EpisodeSetup, lease: Lease) -> EpisodeGenerator:
@@ -237,8 +259,9 @@ def run_episode(setup: EpisodeSetup, lease: Lease) -> EpisodeGenerator:
 
     Raises:
         SessionRefused: ``reset`` was answered with an error.
-        EpisodeUnfit: ``reset`` was already done.
+        EpisodeUnfit: ``reset`` was already done, or the return is not finite.
         LimitError: The budget is exhausted.
+        PolicyError: A reply is no Unicode text.
         RemoteProtocolError: The final state was answered with an error.
     """
     record = _Recorder(setup, lease)

@@ -45,6 +45,7 @@ and looks a class up along its method resolution order.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 __all__ = [
@@ -114,11 +115,24 @@ class KilnError(Exception):
         return {
             "error": {
                 "code": self.code,
-                "message": self.message,
-                "hint": self.hint,
-                "details": self.details,
+                "message": _json_ready(self.message),
+                "hint": _json_ready(self.hint),
+                "details": _json_ready(self.details),
             }
         }
+
+
+def _json_ready(value: Any) -> Any:
+    """Return a detail as JSON can hold it; reporting an error must never fail."""
+    if isinstance(value, dict):
+        return {_json_ready(str(key)): _json_ready(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_ready(part) for part in value]
+    if value is None or isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    return str(value).encode(errors="backslashreplace").decode()
 
 
 class UsageError(KilnError):
@@ -189,7 +203,7 @@ class InvalidBundle(ArtifactError):
 class ProtocolError(KilnError):
     """The OpenEnv session protocol was broken."""
 
-    code = "environment_protocol_error"
+    code = "protocol_error"
 
 
 class LocalProtocolError(ProtocolError):
@@ -257,6 +271,7 @@ class CredentialReflected(TransportError):
 
     code = "credential_reflected"
     retryable = False
+    default_hint = "revoke that token, and have the environment echo no headers"
 
 
 class SessionLost(TransportError):

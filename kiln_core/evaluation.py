@@ -8,10 +8,11 @@ sign test", JASA 41).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from fractions import Fraction
-from math import comb
+from itertools import islice
 from typing import Annotated, Final, Literal, NoReturn
 
 from msgspec import UNSET, Meta, UnsetType
@@ -56,6 +57,15 @@ class EnvironmentEvalGate(Record, frozen=True, kw_only=True):
     min_mean_return: float | UnsetType = UNSET
     min_mean_improvement: Annotated[float, Meta(ge=0)]
 
+    def __post_init__(self) -> None:
+        floor = self.min_mean_return
+        if not isinstance(floor, UnsetType) and not math.isfinite(floor):
+            raise ValueError("min_mean_return must be finite")
+        if not (
+            math.isfinite(self.min_mean_improvement) and self.min_mean_improvement >= 0
+        ):
+            raise ValueError("min_mean_improvement must be finite and not negative")
+
 
 class EnvironmentEvalConfig(Record, frozen=True, kw_only=True):
     """How a paired evaluation is made."""
@@ -97,8 +107,8 @@ def sign_test_p_value(improved: int, regressed: int) -> float:
         regressed: Pairs that got worse; ties are in neither.
     """
     trials = improved + regressed
-    tail = sum(comb(trials, k) for k in range(min(improved, regressed) + 1))
-    return float(min(Fraction(1), Fraction(2 * tail, 2**trials)))
+    fewer = min(improved, regressed)
+    return float(_two_sided(next(islice(_tails(trials), fewer, None)), trials))
 
 
 def least_passing_wins(pairs: int) -> int | None:
@@ -106,10 +116,29 @@ def least_passing_wins(pairs: int) -> int | None:
 
     None when not even winning all of them would.
     """
-    for wins in range(pairs // 2 + 1, pairs + 1):
-        if sign_test_p_value(wins, pairs - wins) < ALPHA:
-            return wins
-    return None
+    alpha = Fraction(ALPHA)
+    sequences = 2**pairs * alpha.numerator
+    too_many_losses = next(
+        losses
+        for losses, tail in enumerate(_tails(pairs))
+        if 2 * tail * alpha.denominator >= sequences
+    )
+    return pairs - too_many_losses + 1 if too_many_losses else None
+
+
+def _tails(trials: int) -> Iterator[int]:
+    """Yield how many of ``2**trials`` sequences have at most 0, 1, 2, ... heads."""
+    ways = tail = 1
+    heads = 0
+    while True:
+        yield tail
+        heads += 1
+        ways = ways * (trials - heads + 1) // heads
+        tail += ways
+
+
+def _two_sided(tail: int, trials: int) -> Fraction:
+    return min(Fraction(1), Fraction(2 * tail, 2**trials))
 
 
 def check_paired(
@@ -127,6 +156,9 @@ def check_paired(
         baseline.environments
     ) != len(candidate.environments):
         raise DriftError("baseline and candidate hold another number of groups")
+    for name in ("protocol_error_reward", "max_steps"):
+        if not same_json(getattr(baseline, name), getattr(candidate, name)):
+            _refuse_pair(f"/{name}")
     for index, (left, right) in enumerate(
         zip(baseline.groups, candidate.groups, strict=True)
     ):
@@ -159,8 +191,8 @@ def evaluate_pairs(
         config: Holds the gate, if any.
 
     Raises:
-        UsageError: The two do not cover the same seeds equally often, or one seed or
-            episode stands twice.
+        UsageError: The two do not cover the same seeds equally often, one episode
+            stands twice, or the returns are too large.
     """
     left, right = _returns_by_seed(baseline), _returns_by_seed(candidate)
     if {seed: len(r) for seed, r in left.items()} != {
@@ -170,6 +202,8 @@ def evaluate_pairs(
     signs = [_sign(_mean(left[seed]), _mean(right[seed])) for seed in left]
     improved, regressed = signs.count(1), signs.count(-1)
     means = _mean_return(baseline), _mean_return(candidate)
+    if not math.isfinite(means[1] - means[0]):
+        raise UsageError("the returns are too large to be compared")
     p_value = sign_test_p_value(improved, regressed)
     decision, reason = _decide(config.gate, len(left), improved, regressed, means)
     return EnvironmentEvalEvidence(

@@ -13,8 +13,9 @@ GSPO (Zheng et al. 2025, arXiv 2507.18071) for sequence-level ratios.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
+import msgspec
 from msgspec import Meta, field
 
 from kiln_core import limits
@@ -170,6 +171,9 @@ def check_grpo_config(config: GrpoConfig) -> None:
     Raises:
         UsageError: A rule is broken; the message names the fields.
     """
+    problem = _out_of_range(config)
+    if problem is not None:
+        raise UsageError(f"invalid training configuration: {problem}")
     kl_off = config.kl_coeff == 0 or config.kl_estimator == "none"
     rules = (
         (
@@ -194,7 +198,10 @@ def check_grpo_config(config: GrpoConfig) -> None:
             _inverted(config.reward_filter_var_min, config.reward_filter_var_max),
             "reward_filter_var_min exceeds reward_filter_var_max",
         ),
-        (not _all_finite(config), "numbers of a GRPO configuration must be finite"),
+        (
+            not _all_finite(msgspec.to_builtins(config)),
+            "numbers of a GRPO configuration must be finite",
+        ),
     )
     for broken, message in rules:
         if broken:
@@ -229,9 +236,19 @@ def _inverted(low: float | None, high: float | None) -> bool:
     return low is not None and high is not None and low > high
 
 
-def _all_finite(config: GrpoConfig) -> bool:
-    numbers = [getattr(config, name) for name in config.__struct_fields__]
-    return all(math.isfinite(n) for n in numbers if isinstance(n, float))
+def _all_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_all_finite(member) for member in value.values())
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def _out_of_range(config: GrpoConfig) -> str | None:
+    """Return why a configuration built in code could not have been read, or None."""
+    try:
+        msgspec.convert(msgspec.to_builtins(config), GrpoConfig)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return None
 
 
 def effective_seed(config: GrpoConfig, corpus_sha256: str) -> int:

@@ -48,14 +48,26 @@ MAX_CONTROL_PLANE_BYTES = 16 * MIB
 """Bound of one JSON answer of the Kiln server."""
 MAX_ENVIRONMENT_NAMES = 1_024
 MAX_JSON_DEPTH = 128
+"""Nesting of one document from outside: a frame, a reply, a discovery document."""
+MAX_ARTIFACT_DEPTH = MAX_JSON_DEPTH + 32
+"""Nesting of a bundle file, which holds such documents inside records."""
 MAX_IDENTITY_TEXT_BYTES = 256
 MAX_URL_BYTES = 2_048
 
 MAX_SCHEMA_BYTES = 256 * KIB
 MAX_SCHEMA_DEPTH = 64
 MAX_SCHEMA_EXPANSION = 10_000
-"""Bound of subschemas applied in place after following every ``$ref``."""
+"""Bound of subschemas, and of those applied in place after following references."""
+MAX_SCHEMA_CHAIN = 128
+"""Bound of references and combinators between a subschema and what it applies."""
+MAX_SCHEMA_PATTERNS = 64
+MAX_PATTERN_BYTES = 128 * KIB
+"""Bound of one compiled regular expression."""
 MAX_ACTION_DEPTH = 32
+MAX_ACTION_WORK = 500_000
+"""Bound of subschema visits that checking one action may take."""
+MAX_DIAGNOSED_WORK = 2_000
+"""The same for a diagnosis, which builds a tree of all errors."""
 MAX_ACTION_ISSUES = 4
 MAX_ISSUE_BYTES = 192
 MAX_FAILURE_MESSAGE_BYTES = 4 * KIB

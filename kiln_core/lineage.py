@@ -7,11 +7,13 @@ so that a receipt names the exact corpus, its plan, its environments and its rew
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Annotated, Final, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from kiln_core import limits
 from kiln_core.canonical import Record, Sha256, compact, total
 from kiln_core.errors import InvalidRecord
 from kiln_core.provenance import BehaviorPolicyIdentity
@@ -29,6 +31,7 @@ GROUP_PLAN_PREFIX: Final = b"kiln.openenv-group-plan.v1\0"
 GROUP_PLAN_ITEM_SCHEMA: Final = "kiln.openenv-group-plan-item.v1"
 
 Positive = Annotated[int, Meta(ge=1)]
+DecimalText = Annotated[str, Meta(pattern="^(0|[1-9][0-9]*)$", max_length=20)]
 SHARED_FIELDS: Final = (
     "environment_name",
     "environment_base_url",
@@ -75,9 +78,9 @@ class OpenEnvTrainingData(Record, frozen=True, kw_only=True):
     groups: Positive
     rollouts: Positive
     unique_seeds: Positive
-    seed_min: Annotated[str, Meta(pattern="^(0|[1-9][0-9]*)$")]
+    seed_min: DecimalText
     """Decimal text, so that no reader rounds it."""
-    seed_max: Annotated[str, Meta(pattern="^(0|[1-9][0-9]*)$")]
+    seed_max: DecimalText
     total_steps: Count
     terminations: TerminationCounts
     reward_min: float
@@ -85,8 +88,47 @@ class OpenEnvTrainingData(Record, frozen=True, kw_only=True):
     reward_mean: float
     group_plan_sha256: Sha256
     behavior_policy: BehaviorPolicyIdentity | UnsetType = UNSET
-    environments: list[TrainingEnvironment]
+    environments: Annotated[list[TrainingEnvironment], Meta(min_length=1)]
     """Sorted by base URL."""
+
+    def __post_init__(self) -> None:
+        urls = [environment.environment_base_url for environment in self.environments]
+        endings = list(TerminationCounts.__struct_fields__)
+        rules = (
+            (self.rollouts >= self.groups, "there are fewer rollouts than groups"),
+            (self.unique_seeds <= self.groups, "there are more seeds than groups"),
+            (_seed(self.seed_min) <= _seed(self.seed_max), "seed_min exceeds seed_max"),
+            (urls == sorted(set(urls)), "environments must be sorted by unique URL"),
+            (
+                all(map(math.isfinite, (self.reward_min, self.reward_max))),
+                "rewards must be finite",
+            ),
+            (math.isfinite(self.reward_mean), "rewards have no finite mean"),
+            (
+                sum(getattr(self.terminations, name) for name in endings)
+                == self.rollouts,
+                "terminations do not add up to rollouts",
+            ),
+            (
+                all(
+                    sum(getattr(part, name) for part in self.environments)
+                    == getattr(self, name)
+                    for name in ("groups", "rollouts", "total_steps")
+                ),
+                "environments do not add up to the corpus",
+            ),
+            (
+                all(
+                    sum(getattr(part.terminations, name) for part in self.environments)
+                    == getattr(self.terminations, name)
+                    for name in endings
+                ),
+                "environments do not add up to the terminations",
+            ),
+        )
+        for holds, message in rules:
+            if not holds:
+                raise ValueError(message)
 
 
 class _Share:
@@ -161,7 +203,7 @@ class CorpusLineage:
         """Return the lineage of all groups so far.
 
         Raises:
-            InvalidRecord: There was no group.
+            InvalidRecord: There was no group, or the rewards have no finite mean.
         """
         if not self._groups:
             raise InvalidRecord("the corpus holds no group")
@@ -170,6 +212,9 @@ class CorpusLineage:
             ending: sum(share.endings[ending] for share in shares)
             for ending in EpisodeTermination
         }
+        mean = total(self._rewards) / len(self._rewards)
+        if not math.isfinite(mean):
+            raise InvalidRecord("the rewards of the corpus have no finite mean")
         return OpenEnvTrainingData(
             schema=TRAINING_DATA_SCHEMA,
             groups=self._groups,
@@ -181,7 +226,7 @@ class CorpusLineage:
             terminations=_counts(endings),
             reward_min=min(self._rewards),
             reward_max=max(self._rewards),
-            reward_mean=total(self._rewards) / len(self._rewards),
+            reward_mean=mean,
             group_plan_sha256="sha256:" + self._plan.hexdigest(),
             behavior_policy=self._policy,
             environments=[share.record() for share in shares],
@@ -217,6 +262,13 @@ class CorpusLineage:
         item["rollouts"] = rollouts
         data = compact(item)
         self._plan.update(len(data).to_bytes(8, "big") + data)
+
+
+def _seed(text: str) -> int:
+    # the pattern lets a final line feed through, as patterns do
+    if not text.isdecimal() or int(text) > limits.MAX_GENERATION_SEED:
+        raise ValueError("a seed must be decimal text of an unsigned 64-bit integer")
+    return int(text)
 
 
 def _counts(endings: dict[EpisodeTermination, int]) -> TerminationCounts:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, Record, Sha256
+from kiln_core.canonical import JsonValue, Record, Sha256, sorted_json
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.records import Count, EpisodeTermination, Seed
 
@@ -185,6 +185,21 @@ def episode_return(
         else:
             total += protocol_error_reward
     return total + protocol_error_reward if ended_invalid else total
+
+
+def sorted_observation(observation: Observation) -> Observation:
+    """Return an observation with its free JSON in canonical order.
+
+    A manifest may come from a writer that keeps another order; what a policy reads of
+    an observation must depend on its value alone.
+    """
+    metadata = observation.metadata
+    return Observation(
+        observation=sorted_json(observation.observation),
+        reward=observation.reward,
+        done=observation.done,
+        metadata=UNSET if metadata is UNSET else sorted_json(metadata),
+    )
 
 
 def wire_observation(observation: Observation) -> dict[str, JsonValue]:

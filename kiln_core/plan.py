@@ -8,9 +8,11 @@ be checked, hashed and repeated. Group ``g`` plays environment ``g mod n`` with 
 from __future__ import annotations
 
 import math
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
+from msgspec import UnsetType
 
 from kiln_core import limits
 from kiln_core.canonical import (
@@ -19,9 +21,12 @@ from kiln_core.canonical import (
     Sha256,
     canonical_bytes,
     digest_json,
+    same_json,
     sorted_json,
 )
 from kiln_core.errors import UsageError
+from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
+from kiln_core.receipt import OpenEnvRolloutSummary
 
 __all__ = [
     "CollectionControls",
@@ -120,6 +125,25 @@ def _check_cross_rules(controls: CollectionControls) -> None:
         raise UsageError("thinking budget must be below max action tokens")
 
 
+def recorded_controls(summary: OpenEnvRolloutSummary) -> CollectionControls:
+    """Return the controls a summary records."""
+    budget = summary.thinking_budget_tokens
+    return CollectionControls(
+        groups=summary.groups,
+        group_size=summary.group_size,
+        seed_start=summary.seed_start,
+        max_steps=summary.max_steps,
+        concurrency=summary.concurrency,
+        max_action_tokens=summary.max_action_tokens,
+        thinking_budget_tokens=None if isinstance(budget, UnsetType) else budget,
+        temperature=summary.temperature,
+        thinking=summary.thinking,
+        protocol_error_reward=summary.protocol_error_reward,
+        max_recoverable_errors=summary.max_recoverable_errors,
+        capacity_wait_seconds=summary.capacity_wait_seconds,
+    )
+
+
 def reset_templates(
     shared: JsonValue, aligned: list[JsonValue], environments: int
 ) -> list[dict[str, JsonValue]]:
@@ -195,3 +219,87 @@ def controls_from(values: dict[str, object]) -> CollectionControls:
         return msgspec.convert(values, CollectionControls)
     except msgspec.ValidationError as error:
         raise UsageError(f"invalid collection control: {error}") from error
+
+
+def check_plan(
+    summary: OpenEnvRolloutSummary,
+    replay: OpenEnvReplayManifest,
+    in_summary: Callable[..., Any],
+    in_replay: Callable[..., Any],
+) -> None:
+    """Check that a manifest was played to the plan of its summary.
+
+    Args:
+        summary: Holds the plan, and the digest of its reset objects.
+        replay: What was played.
+        in_summary: Called for the first contradiction there.
+        in_replay: Called for the first contradiction there.
+    """
+    if summary.rollout_count != summary.groups * summary.group_size:
+        in_summary(
+            "plan",
+            "/rollout_count",
+            "it is groups times group size",
+            summary.groups * summary.group_size,
+            summary.rollout_count,
+        )
+    if len(replay.groups) != summary.groups:
+        in_replay(
+            "plan",
+            "/groups",
+            "the summary has another number",
+            summary.groups,
+            len(replay.groups),
+        )
+    templates: dict[int, JsonValue] = {}
+    for index, group in enumerate(replay.groups):
+        _check_group_plan(group, index, summary, in_replay)
+        template = {k: v for k, v in group.reset_payload.items() if k != "seed"}
+        known = templates.setdefault(group.environment_index, template)
+        if not same_json(known, template):
+            in_replay(
+                "plan",
+                f"/groups/{index}/reset_payload",
+                "one environment has one reset object",
+                known,
+                template,
+            )
+    found = reset_plan_digest([templates[index] for index in sorted(templates)])
+    if found != summary.reset_plan_sha256:
+        in_summary(
+            "plan",
+            "/reset_plan_sha256",
+            "the manifest has another plan",
+            found,
+            summary.reset_plan_sha256,
+        )
+
+
+def _check_group_plan(
+    group: ReplayGroup,
+    index: int,
+    summary: OpenEnvRolloutSummary,
+    fail: Callable[..., Any],
+) -> None:
+    at = f"/groups/{index}"
+    seed = summary.seed_start + index
+    environment = index % len(summary.environments)
+    for name, expected, found in (
+        ("group_index", index, group.group_index),
+        ("environment_index", environment, group.environment_index),
+        ("seed", seed, group.seed),
+        ("reset_payload/seed", seed, group.reset_payload.get("seed")),
+        ("candidates", summary.group_size, len(group.candidates)),
+        ("reset_observation/done", False, group.reset_observation.done),
+    ):
+        if not same_json(expected, found):
+            fail("plan", f"{at}/{name}", "the plan says otherwise", expected, found)
+    for place, candidate in enumerate(group.candidates):
+        if candidate.candidate_index != place:
+            fail(
+                "plan",
+                f"{at}/candidates/{place}/candidate_index",
+                "candidates must be contiguous",
+                place,
+                candidate.candidate_index,
+            )

@@ -89,6 +89,9 @@ class Observer(Protocol):
     def rollout(self, completed: int, total: int, episode_return: float) -> None:
         """One more rollout is complete."""
 
+    def step(self, completed: int, total: int, loss: float) -> None:
+        """One more optimizer step is done."""
+
     def warning(self, text: str) -> None:
         """Something deserves attention but does not stop the work."""
 
@@ -101,6 +104,9 @@ class Silent:
 
     def rollout(self, completed: int, total: int, episode_return: float) -> None:
         """Ignore a rollout."""
+
+    def step(self, completed: int, total: int, loss: float) -> None:
+        """Ignore a step."""
 
     def warning(self, text: str) -> None:
         """Ignore a warning."""

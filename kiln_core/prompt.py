@@ -13,7 +13,7 @@ import msgspec
 
 from kiln_core.canonical import JsonValue, canonical_bytes, compact
 from kiln_core.discovery import EnvironmentInspection
-from kiln_core.manifest import Observation, ProtocolError
+from kiln_core.manifest import Observation, ProtocolError, sorted_observation
 from kiln_core.records import ChatMessage, TurnSegment
 
 __all__ = [
@@ -80,7 +80,7 @@ def observation_text(observation: Observation, label: str = STEP_LABEL) -> str:
         text = inner.get("input_text")
         if isinstance(text, str) and text.strip():
             return text
-    wire = compact(observation).decode()
+    wire = compact(sorted_observation(observation)).decode()
     return f"{label} as JSON: observation, reward, done, optional metadata\n{wire}"
 
 
@@ -120,20 +120,25 @@ def model_schema(schema: JsonValue) -> JsonValue:
     """
     if not isinstance(schema, dict):
         return schema
-    shown = {key: _model_member(key, member) for key, member in schema.items()}
+    required = schema.get("required")
+    names = required if isinstance(required, list) else []
+    kept = {name for name in names if isinstance(name, str)}
+    shown = {key: _model_member(key, member, kept) for key, member in schema.items()}
     if isinstance(shown.get("title"), str):
         del shown["title"]
     return shown
 
 
-def _model_member(key: str, member: Any) -> Any:
+def _model_member(key: str, member: Any, required: set[str]) -> Any:
     if key in {"properties", "$defs", "definitions", "patternProperties"}:
         if not isinstance(member, dict):
             return member
         return {
             name: model_schema(part)
             for name, part in member.items()
-            if not (key == "properties" and is_inherited_metadata(name, part))
+            if key != "properties"
+            or name in required
+            or not is_inherited_metadata(name, part)
         }
     if key in {"allOf", "anyOf", "oneOf", "prefixItems"} and isinstance(member, list):
         return [model_schema(part) for part in member]

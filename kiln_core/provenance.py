@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal, TypeAlias
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, Record, Sha256, digest_json
+from kiln_core.canonical import JsonValue, Record, Sha256, compact, digest_json
 
 __all__ = [
     "ActionToken",
@@ -28,6 +28,9 @@ __all__ = [
 
 ROLLOUT_PROVENANCE_SCHEMA: Final = "kiln.rollout-provenance.v1"
 SCORED_PAYLOAD_SCHEMA: Final = "kiln.scored-rollout-payload.v1"
+MAX_TEMPLATE_MEMBERS = 256
+MAX_TEMPLATE_BYTES = limits.MIB
+MAX_STOP_BYTES = 16 * limits.KIB
 MAX_LOGPROB = 1e-6
 """A log-probability above zero by more than rounding is not one."""
 
@@ -125,9 +128,27 @@ class TokenizerIdentity(Record, frozen=True, kw_only=True):
 class TemplateInvocation(Record, frozen=True, kw_only=True):
     """What else the chat template was given; members are absent when default."""
 
-    tools: list[dict[str, Any]] | UnsetType = UNSET
+    tools: (
+        Annotated[list[dict[str, Any]], Meta(max_length=MAX_TEMPLATE_MEMBERS)]
+        | UnsetType
+    ) = UNSET
     tool_choice: JsonValue | UnsetType = UNSET
-    template_kwargs: dict[str, JsonValue] | UnsetType = UNSET
+    template_kwargs: (
+        Annotated[
+            dict[
+                Annotated[
+                    str, Meta(min_length=1, max_length=limits.MAX_IDENTITY_TEXT_BYTES)
+                ],
+                JsonValue,
+            ],
+            Meta(max_length=MAX_TEMPLATE_MEMBERS),
+        ]
+        | UnsetType
+    ) = UNSET
+
+    def __post_init__(self) -> None:
+        if len(compact(self)) > MAX_TEMPLATE_BYTES:
+            raise ValueError("a template invocation is over a mebibyte")
 
 
 class ThinkingBudget(Record, frozen=True, kw_only=True):
@@ -154,11 +175,12 @@ class SamplingParameters(Record, frozen=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0)]
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)]
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)]
-    stop: Annotated[
-        list[Annotated[str, Meta(min_length=1, max_length=16_384)]],
-        Meta(max_length=256),
-    ]
+    stop: Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(max_length=256)]
     thinking_budget: ThinkingBudget | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        if sum(len(text.encode()) for text in self.stop) > MAX_STOP_BYTES:
+            raise ValueError(f"stop strings are over {MAX_STOP_BYTES} bytes together")
 
 
 class RolloutProvenance(Record, frozen=True, kw_only=True):

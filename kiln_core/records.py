@@ -15,7 +15,7 @@ from typing import Annotated, Final, Literal, TypeAlias
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, Record, Sha256
+from kiln_core.canonical import JsonValue, Record, Sha256, compact
 from kiln_core.provenance import (
     BehaviorPolicyIdentity,
     RolloutProvenance,
@@ -134,7 +134,8 @@ class ScoredRollout(Record, frozen=True, kw_only=True):
             self._check_against(self.openenv)
 
     def _check_against(self, openenv: OpenEnvRolloutProvenance) -> None:
-        if self.reward != openenv.episode_return:
+        # compared as bytes: 0.0 and -0.0 are equal numbers and different records
+        if compact(self.reward) != compact(openenv.episode_return):
             raise ValueError("reward differs from openenv.episode_return")
         if self.text != joined_actions(self.segments):
             raise ValueError("text is not the trajectory's actions joined")
@@ -161,6 +162,15 @@ def joined_actions(trajectory: list[TurnSegment]) -> str:
     return TURN_BREAK.join(
         segment.content for segment in trajectory if segment.kind == "action"
     )
+
+
+def observed_turns(trajectory: list[TurnSegment]) -> list[bool]:
+    """Say, per turn, whether its result was environment text."""
+    return [
+        segment.warning_prefix_len is UNSET
+        for segment in trajectory
+        if segment.kind == "observation"
+    ]
 
 
 def check_termination(

@@ -7,16 +7,32 @@ bundle keeps every episode; only the submission is smaller.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from kiln_core.actions import NO_OUTPUT
-from kiln_core.canonical import read_json
-from kiln_core.errors import MalformedJson
+from kiln_core.canonical import Record, convert_record, read_json
+from kiln_core.errors import InvalidRecord, MalformedJson
 from kiln_core.receipt import OpenEnvTrainingSelection
 from kiln_core.records import AgenticGroup, ScoredRollout
 
 __all__ = ["TrainingSelector"]
+
+
+class HarnessError(Record, frozen=True, kw_only=True):
+    """Why a reply was no acceptable action."""
+
+    code: str
+    message: str
+
+
+class HarnessErrorSegment(Record, frozen=True, kw_only=True):
+    """The segment that ends a trajectory after such a reply."""
+
+    openenv_harness_error: HarnessError
+    done: Literal[True]
 
 
 class TrainingSelector:
@@ -99,10 +115,7 @@ def harness_code(content: str) -> str | None:
     """Return the code of a harness error segment, None when it is none."""
     try:
         document = read_json(content, "segment")
-    except MalformedJson:
+        error = convert_record(document, HarnessErrorSegment, "segment")
+    except (MalformedJson, InvalidRecord):
         return None
-    error = (
-        document.get("openenv_harness_error") if isinstance(document, dict) else None
-    )
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else None
+    return error.openenv_harness_error.code

@@ -170,7 +170,14 @@ class Session:
     ) -> None:
         self.state = SessionState.FRESH
         self.poison: KilnError | None = None
-        self._secrets = tuple(secret.encode() for secret in secrets)
+        # as the raw bytes would hold them, and as JSON writes them
+        self._secrets = tuple(
+            {
+                form
+                for secret in secrets
+                for form in (secret.encode(), canonical_bytes(secret)[1:-1])
+            }
+        )
         self._max_frame_bytes = max_frame_bytes
 
     @property
@@ -218,14 +225,16 @@ class Session:
         data = text.encode("utf-8", "surrogatepass")
         if len(data) > self._max_frame_bytes:
             raise self.poisoned(oversized(self._max_frame_bytes))
-        if any(secret in data for secret in self._secrets):
-            raise self.poisoned(
-                CredentialReflected("a frame holds the bearer token it was sent")
-            )
+        if self._reflects(data):
+            raise self.poisoned(_reflected())
         if not self.awaiting and self.state is not SessionState.FRESH:
             raise self.poisoned(_broken("sent a frame nobody asked for"))
         try:
-            kind, event = _event(data)
+            frame = read_json(data, "frame")
+            # escapes hide a token from the bytes, not from what would be retained
+            if self._secrets and self._reflects(canonical_bytes(frame)):
+                raise self.poisoned(_reflected())
+            kind, event = _event(frame)
         except (MalformedJson, InvalidRecord) as error:
             raise self.poisoned(
                 _broken(f"sent an invalid frame: {error.message}")
@@ -237,6 +246,9 @@ class Session:
             )
         self.state = following
         return event
+
+    def _reflects(self, data: bytes) -> bool:
+        return any(secret in data for secret in self._secrets)
 
     def poisoned(self, error: KilnError) -> KilnError:
         """Poison the session for good; return the error that is to be raised."""
@@ -256,6 +268,10 @@ def binary_frame() -> RemoteProtocolError:
     return _broken("sent a binary frame")
 
 
+def _reflected() -> CredentialReflected:
+    return CredentialReflected("a frame holds the bearer token it was sent")
+
+
 def _broken(what: str) -> RemoteProtocolError:
     return RemoteProtocolError(
         f"the environment {what}", hint="report it to the environment's authors"
@@ -271,8 +287,7 @@ def _frame(command: Command) -> bytes:
     return canonical_bytes({"type": kind})
 
 
-def _event(data: bytes) -> tuple[str, Event]:
-    frame = read_json(data, "frame")
+def _event(frame: JsonValue) -> tuple[str, Event]:
     if not isinstance(frame, dict) or frame.keys() != {"type", "data"}:
         raise InvalidRecord("it must be an object of type and data")
     kind, body = frame["type"], frame["data"]

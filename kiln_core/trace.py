@@ -8,14 +8,15 @@ candidates of a group share stands once in the group.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Annotated, Final, Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
 from kiln_core import limits
 from kiln_core.canonical import Record, Sha256
+from kiln_core.errors import PolicyDrift, PolicyError
 from kiln_core.provenance import MAX_LOGPROB, RolloutProvenance, TokenId
 
 __all__ = [
@@ -88,7 +89,7 @@ class RolloutTrace(Record, frozen=True, kw_only=True):
     """Our own member of a scored rollout."""
 
     schema: Literal["kiln.rollout-trace.v1"]
-    attempt: Annotated[int, Meta(ge=0)]
+    attempt: Annotated[int, Meta(ge=0, le=limits.MAX_EPISODE_RETRIES)]
     """0 unless earlier attempts lost their session."""
     guide_sha256: Sha256 | None
     """Digest of the narrowed grammar that guided decoding; null when unguided."""
@@ -156,6 +157,10 @@ def token_trace(
 
     Returns:
         None when there was no turn.
+
+    Raises:
+        PolicyDrift: Tokenizer or sampling changed between two turns.
+        PolicyError: The place of the environment's text lies outside the prompt.
     """
     if not samples:
         return None
@@ -163,6 +168,7 @@ def token_trace(
     previous = first.input_token_ids[: first.prompt_token_count]
     turns = []
     for index, sample in enumerate(samples):
+        _check_sample(sample, first)
         # Turn t answers messages [system, user, action 0, result 0, ...], so the only
         # new environment text is its last message; turn 0 has just the prompt.
         new = [sample.content_spans[-1]] if index and observed[index - 1] else []
@@ -180,6 +186,72 @@ def token_trace(
         ),
         turns=turns,
     )
+
+
+def _check_sample(sample: TurnSample, first: RolloutProvenance) -> None:
+    seen = sample.provenance
+    if (seen.tokenizer, seen.sampling) != (first.tokenizer, first.sampling):
+        raise PolicyDrift("the policy changed tokenizer or sampling within an episode")
+    start, stop = sample.content_spans[-1] if sample.content_spans else (0, -1)
+    if not 0 <= start <= stop <= seen.prompt_token_count:
+        raise PolicyError("the policy placed a message outside its prompt")
+
+
+def check_tokens(
+    tokens: TokenTrace,
+    observed: Sequence[bool],
+    shared_prompt_tokens: int,
+    at: str,
+    fail: Callable[..., Any],
+) -> None:
+    """Check what can be known of a trace without its tokenizer.
+
+    Args:
+        tokens: The trace.
+        observed: Per turn of the trajectory, whether its result was environment text.
+        shared_prompt_tokens: Length of the group's ``prompt_token_ids``.
+        at: JSON Pointer of the trace's tokens.
+        fail: Called for the first contradiction.
+    """
+    if len(tokens.turns) != len(observed):
+        fail(
+            "dataset_trace",
+            f"{at}/turns",
+            "the trajectory has other turns",
+            len(observed),
+            len(tokens.turns),
+        )
+    available = shared_prompt_tokens
+    for index, turn in enumerate(tokens.turns):
+        place = f"{at}/turns/{index}"
+        first = index == 0
+        if turn.prompt_prefix > available or (first and turn.prompt_prefix < available):
+            fail(
+                "dataset_trace",
+                f"{place}/prompt_prefix",
+                "it repeats the whole shared prompt, or no more than came before",
+                available,
+                turn.prompt_prefix,
+            )
+        if first and turn.prompt_token_ids:
+            fail(
+                "dataset_trace",
+                f"{place}/prompt_token_ids",
+                "the first prompt is the group's",
+                [],
+                turn.prompt_token_ids,
+            )
+        if turn.observation_spans and (first or not observed[index - 1]):
+            fail(
+                "dataset_trace",
+                f"{place}/observation_spans",
+                "no environment text came before this turn",
+                [],
+                turn.observation_spans,
+            )
+        available = (
+            turn.prompt_prefix + len(turn.prompt_token_ids) + len(turn.action_token_ids)
+        )
 
 
 def prompt_token_ids(samples: Sequence[TurnSample]) -> list[int] | None:

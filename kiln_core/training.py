@@ -98,6 +98,7 @@ class TrainingJobDetail(Record, frozen=True, kw_only=True):
     loss_history: list[LossPoint] = msgspec.field(default_factory=list)
     logprob_agreement: float | None = None
     """Largest |ratio - 1| between recorded and recomputed probabilities."""
+    warnings: list[str] = msgspec.field(default_factory=list)
     config: GrpoConfig
 
 

@@ -7,7 +7,8 @@ the same callback, so that verification can name file and place.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,12 +28,12 @@ from kiln_core.prompt import error_text, observation_text
 from kiln_core.receipt import OpenEnvRolloutSummary
 from kiln_core.records import (
     EpisodeTermination,
-    OpenEnvRolloutProvenance,
     ScoredRollout,
     TurnSegment,
+    observed_turns,
 )
 from kiln_core.selection import harness_code
-from kiln_core.trace import RolloutTrace
+from kiln_core.trace import check_tokens
 
 __all__ = ["Fail", "check_episode", "check_rollout"]
 
@@ -44,7 +45,7 @@ class Fail(Protocol):
 
     def __call__(
         self, check: str, pointer: str, message: str, expected: Any, found: Any
-    ) -> Any:
+    ) -> NoReturn:
         """Raise `kiln_core.errors.InvalidBundle`."""
 
 
@@ -198,7 +199,7 @@ def _check_totals(
             candidate.termination is EpisodeTermination.INVALID_MODEL_ACTION
         ),
     )
-    if not same_json(total, candidate.episode_return):
+    if not math.isfinite(total) or not same_json(total, candidate.episode_return):
         fail(
             "replay_return",
             f"{at}/episode_return",
@@ -231,10 +232,24 @@ def check_rollout(
         at: JSON Pointer of the rollout in its line.
         fail: Called for the first contradiction.
     """
+    if rollout.provenance is not UNSET:
+        fail(
+            "dataset_provenance",
+            f"{at}/provenance",
+            "an episode has no single completion's provenance",
+            "absent",
+            "present",
+        )
     _check_provenance(rollout, context, at, fail)
     _check_trajectory(rollout.segments, context, f"{at}/trajectory", fail)
-    if not isinstance(rollout.trace, UnsetType):
-        _check_trace(rollout, rollout.trace, context, f"{at}/trace", fail)
+    if not isinstance(rollout.trace, UnsetType) and rollout.trace.tokens is not None:
+        check_tokens(
+            rollout.trace.tokens,
+            observed_turns(rollout.segments),
+            context.shared_prompt_tokens,
+            f"{at}/trace/tokens",
+            fail,
+        )
 
 
 def _check_provenance(
@@ -245,10 +260,8 @@ def _check_provenance(
         fail(
             "dataset_provenance", f"{at}/openenv", "it is missing", "present", "absent"
         )
-        return
-    expected = _expected_provenance(context, found)
-    for name in OpenEnvRolloutProvenance.__struct_fields__:
-        wanted, got = getattr(expected, name), getattr(found, name)
+    for name, wanted in _expected_provenance(context).items():
+        got = getattr(found, name)
         if not same_member(wanted, got):
             fail(
                 "dataset_provenance",
@@ -259,9 +272,11 @@ def _check_provenance(
             )
 
 
-def _expected_provenance(
-    context: RolloutContext, found: OpenEnvRolloutProvenance
-) -> OpenEnvRolloutProvenance:
+def _expected_provenance(context: RolloutContext) -> dict[str, Any]:
+    """Return every member of the provenance as the other two files have it.
+
+    Values, not a record: what is compared may be invalid in both.
+    """
     identity, candidate = context.inspection.identity, context.candidate
     version = identity.openapi_version
     code: str | UnsetType = UNSET
@@ -269,23 +284,22 @@ def _expected_provenance(
         result = candidate.exchanges[-1].result
         assert not isinstance(result, ObservationResult)  # noqa: S101 - check_episode
         code = result.error.code
-    return msgspec.structs.replace(
-        found,
-        environment_name=identity.metadata.name,
-        environment_base_url=identity.base_url,
-        openapi_version=UNSET if version is None else version,
-        discovery_sha256=identity.discovery_sha256,
-        environment_schema_sha256=identity.schema_sha256,
-        action_schema_sha256=context.action_schema.sha256,
-        behavior_policy=context.summary.behavior_policy,
-        reset_sha256=digest_json(context.group.reset_payload),
-        seed=context.group.seed,
-        steps=len(candidate.exchanges),
-        episode_return=candidate.episode_return,
-        terminal_done=candidate.terminal_done,
-        termination=candidate.termination,
-        protocol_error_code=code,
-    )
+    return {
+        "environment_name": identity.metadata.name,
+        "environment_base_url": identity.base_url,
+        "openapi_version": UNSET if version is None else version,
+        "discovery_sha256": identity.discovery_sha256,
+        "environment_schema_sha256": identity.schema_sha256,
+        "action_schema_sha256": context.action_schema.sha256,
+        "behavior_policy": context.summary.behavior_policy,
+        "reset_sha256": digest_json(context.group.reset_payload),
+        "seed": context.group.seed,
+        "steps": len(candidate.exchanges),
+        "episode_return": candidate.episode_return,
+        "terminal_done": candidate.terminal_done,
+        "termination": candidate.termination,
+        "protocol_error_code": code,
+    }
 
 
 def _check_trajectory(
@@ -330,14 +344,18 @@ def _parsed(content: str, context: RolloutContext) -> dict[str, Any] | InvalidAc
 def _check_role(
     segment: TurnSegment, role: str, kind: str, at: str, fail: Fail
 ) -> None:
-    if segment.role != role or segment.kind != kind:
-        fail(
-            "dataset_trajectory",
-            at,
-            "it has another role or kind",
-            f"{role}/{kind}",
-            f"{segment.role}/{segment.kind}",
-        )
+    for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
+        found = getattr(segment, name)
+        if found != expected:
+            fail(
+                "dataset_trajectory",
+                f"{at}/{name}",
+                "a turn of an episode has another",
+                expected,
+                found,
+            )
+    if kind == "action":
+        _check_warning(segment, UNSET, at, fail)
 
 
 def _check_result(
@@ -347,7 +365,8 @@ def _check_result(
     result = exchange.result
     if isinstance(result, ObservationResult):
         text = observation_text(result.observation)
-        if segment.content != text or segment.warning_prefix_len is not UNSET:
+        _check_warning(segment, UNSET, at, fail)
+        if segment.content != text:
             fail(
                 "dataset_trajectory",
                 f"{at}/content",
@@ -357,7 +376,7 @@ def _check_result(
             )
         return
     text = error_text(result.error, continued=result.continued)
-    _check_warning(segment, at, fail)
+    _check_warning(segment, len(segment.content.encode()), at, fail)
     if not _same_text(text, segment.content):
         fail(
             "dataset_trajectory",
@@ -368,14 +387,15 @@ def _check_result(
         )
 
 
-def _check_warning(segment: TurnSegment, at: str, fail: Fail) -> None:
-    size = len(segment.content.encode())
-    if segment.warning_prefix_len != size:
+def _check_warning(
+    segment: TurnSegment, expected: int | UnsetType, at: str, fail: Fail
+) -> None:
+    if segment.warning_prefix_len != expected:
         fail(
             "dataset_trajectory",
             f"{at}/warning_prefix_len",
-            "an error is harness text to its last byte",
-            size,
+            "an error is harness text to its last byte, and nothing else is",
+            expected,
             segment.warning_prefix_len,
         )
 
@@ -397,7 +417,7 @@ def _check_invalid_tail(
     last = 2 * len(context.candidate.exchanges)
     _check_role(action, "assistant", "action", f"{at}/{last}", fail)
     _check_role(error, "tool", "observation", f"{at}/{last + 1}", fail)
-    _check_warning(error, f"{at}/{last + 1}", fail)
+    _check_warning(error, len(error.content.encode()), f"{at}/{last + 1}", fail)
     parsed = _parsed(action.content, context)
     code = parsed.code if isinstance(parsed, InvalidAction) else "a valid action"
     if harness_code(error.content) != code:
@@ -407,48 +427,4 @@ def _check_invalid_tail(
             "the harness error is not what the reply earns",
             code,
             error.content,
-        )
-
-
-def _check_trace(
-    rollout: ScoredRollout,
-    trace: RolloutTrace,
-    context: RolloutContext,
-    at: str,
-    fail: Fail,
-) -> None:
-    if trace.tokens is None:
-        return
-    actions = sum(segment.kind == "action" for segment in rollout.segments)
-    if len(trace.tokens.turns) != actions:
-        fail(
-            "dataset_trace",
-            f"{at}/tokens/turns",
-            "the trajectory has other turns",
-            actions,
-            len(trace.tokens.turns),
-        )
-    if not same_json(trace.tokens.sampling.temperature, context.summary.temperature):
-        fail(
-            "dataset_trace",
-            f"{at}/tokens/sampling/temperature",
-            "the summary has another",
-            context.summary.temperature,
-            trace.tokens.sampling.temperature,
-        )
-    available = context.shared_prompt_tokens
-    for index, turn in enumerate(trace.tokens.turns):
-        bad_first = index == 0 and (
-            turn.prompt_prefix != available or turn.prompt_token_ids
-        )
-        if turn.prompt_prefix > available or bad_first:
-            fail(
-                "dataset_trace",
-                f"{at}/tokens/turns/{index}/prompt_prefix",
-                "it repeats more than came before",
-                available,
-                turn.prompt_prefix,
-            )
-        available = (
-            turn.prompt_prefix + len(turn.prompt_token_ids) + len(turn.action_token_ids)
         )

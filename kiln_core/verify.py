@@ -9,31 +9,37 @@ strictly and compared by value. Reading files is not done here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Final
 
 import msgspec
 from msgspec import UnsetType
 
+from kiln_core import limits
 from kiln_core.actions import ActionSchema
 from kiln_core.bundle import rollout_record
 from kiln_core.canonical import (
+    JsonValue,
     digest,
+    first_difference,
     read_json,
     read_record,
     same_json,
     same_member,
 )
-from kiln_core.contract import OpenEnvTrainingContract
-from kiln_core.dataset import fail_in, read_groups
+from kiln_core.contract import check_contract
+from kiln_core.dataset import TraceLedger, fail_in, read_groups
+from kiln_core.discovery import websocket_url
 from kiln_core.errors import (
     InvalidActionSchema,
     InvalidBundle,
     InvalidRecord,
     MalformedJson,
+    UsageError,
 )
 from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
-from kiln_core.plan import reset_plan_digest
+from kiln_core.plan import check_controls, check_plan, recorded_controls
 from kiln_core.prompt import SYSTEM_PROMPTS, initial_messages
 from kiln_core.receipt import (
     SUMMARY_SCHEMA,
@@ -77,17 +83,20 @@ class VerifiedBundle(msgspec.Struct, frozen=True, kw_only=True):
     """Rollouts that carry token ids."""
 
 
+class _Versioned(msgspec.Struct):
+    schema: JsonValue = None
+
+
 class _Evidence:
     """What the checks have established so far; each relies on those before it."""
 
     summary: OpenEnvRolloutSummary
     replay: OpenEnvReplayManifest
+    traces: TraceLedger
 
     def __init__(self, files: BundleBytes) -> None:
         self.files = files
         self.records: list[RolloutRecord] = []
-        self.retried = 0
-        self.traced = 0
 
 
 def verify_bundle(files: BundleBytes) -> VerifiedBundle:
@@ -106,8 +115,8 @@ def verify_bundle(files: BundleBytes) -> VerifiedBundle:
         summary=evidence.summary,
         replay=evidence.replay,
         environment_exchanges=sum(record.steps for record in evidence.records),
-        retried_rollouts=evidence.retried,
-        traced_rollouts=evidence.traced,
+        retried_rollouts=evidence.traces.retried,
+        traced_rollouts=evidence.traces.traced,
     )
 
 
@@ -118,8 +127,7 @@ def read_summary(data: bytes, file: str) -> OpenEnvRolloutSummary:
         InvalidBundle: It is none.
     """
     try:
-        document = read_json(data, file)
-        schema = document.get("schema") if isinstance(document, dict) else None
+        schema = _version(data)
         if schema != SUMMARY_SCHEMA:
             fail_in(file)(
                 "summary_schema",
@@ -132,6 +140,15 @@ def read_summary(data: bytes, file: str) -> OpenEnvRolloutSummary:
     except (MalformedJson, InvalidRecord) as error:
         invalid = _invalid(error, "summary_record", file)
         raise invalid from error
+
+
+def _version(data: bytes) -> JsonValue:
+    """Return what a document says its schema is; it is read strictly afterwards."""
+    try:
+        return msgspec.json.decode(data, type=_Versioned).schema
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        document = read_json(data, "the summary", limits.MAX_ARTIFACT_DEPTH)
+        return document.get("schema") if isinstance(document, dict) else None
 
 
 def _check_summary_record(evidence: _Evidence) -> None:
@@ -159,41 +176,26 @@ def _check_policy(evidence: _Evidence) -> None:
         )
     contract = summary.training_contract
     if not isinstance(contract, UnsetType):
-        _check_contract(contract, summary, fail)
+        check_contract(contract, summary.behavior_policy, fail)
 
 
-def _check_contract(
-    contract: OpenEnvTrainingContract,
-    summary: OpenEnvRolloutSummary,
-    fail: Callable[..., NoReturn],
-) -> None:
-    config = contract.effective_config
-    pairs = (
-        ("behavior_policy", summary.behavior_policy, contract.behavior_policy),
-        ("effective_config/base_adapter", summary.adapter, config.base_adapter),
-        (
-            "effective_config/behavior_policy",
-            "no_importance_correction",
-            config.behavior_policy,
-        ),
-    )
-    for name, expected, found in pairs:
-        if expected != found:
+def _check_controls(evidence: _Evidence) -> None:
+    summary = evidence.summary
+    fail = fail_in(evidence.files.summary_name)
+    try:
+        check_controls(recorded_controls(summary), len(summary.environments))
+    except UsageError as error:
+        fail("summary_controls", "", error.message, "controls in bounds", "others")
+    for index, environment in enumerate(summary.environments):
+        expected = websocket_url(environment.identity.base_url)
+        if environment.identity.websocket_url != expected:
             fail(
-                "summary_contract",
-                f"/training_contract/{name}",
-                "the collection says otherwise",
+                "summary_identity",
+                f"/environments/{index}/identity/websocket_url",
+                "sessions are below the base URL",
                 expected,
-                found,
+                environment.identity.websocket_url,
             )
-    if config.output_name is None:
-        fail(
-            "summary_contract",
-            "/training_contract/effective_config/output_name",
-            "a contract names its adapter",
-            "a name",
-            None,
-        )
 
 
 def _check_digests(evidence: _Evidence) -> None:
@@ -247,99 +249,25 @@ def _check_links(evidence: _Evidence) -> None:
                 "replay_link", f"/{name}", "the summary says otherwise", expected, found
             )
     captured = msgspec.to_builtins(summary.environments)
-    if not same_json(captured, msgspec.to_builtins(replay.environments)):
+    played = msgspec.to_builtins(replay.environments)
+    pointer = first_difference(captured, played)
+    if pointer is not None:
         fail(
             "replay_link",
-            "/environments",
-            "the summary names others",
+            f"/environments{pointer}",
+            "the summary has another identity or schema",
             [e.identity.base_url for e in summary.environments],
             [e.identity.base_url for e in replay.environments],
         )
 
 
 def _check_plan(evidence: _Evidence) -> None:
-    summary, replay = evidence.summary, evidence.replay
-    in_summary = fail_in(evidence.files.summary_name)
-    in_replay = fail_in(evidence.files.replay_name)
-    if summary.rollout_count != summary.groups * summary.group_size:
-        in_summary(
-            "plan",
-            "/rollout_count",
-            "it is groups times group size",
-            summary.groups * summary.group_size,
-            summary.rollout_count,
-        )
-    if len(replay.groups) != summary.groups:
-        in_replay(
-            "plan",
-            "/groups",
-            "the summary has another number",
-            summary.groups,
-            len(replay.groups),
-        )
-    if summary.groups < len(summary.environments):
-        in_summary(
-            "plan",
-            "/groups",
-            "every environment must be used",
-            len(summary.environments),
-            summary.groups,
-        )
-    templates: dict[int, Any] = {}
-    for index, group in enumerate(replay.groups):
-        _check_group_plan(group, index, summary, in_replay)
-        template = {k: v for k, v in group.reset_payload.items() if k != "seed"}
-        known = templates.setdefault(group.environment_index, template)
-        if not same_json(known, template):
-            in_replay(
-                "plan",
-                f"/groups/{index}/reset_payload",
-                "one environment has one reset object",
-                known,
-                template,
-            )
-    found = reset_plan_digest([templates[index] for index in sorted(templates)])
-    if found != summary.reset_plan_sha256:
-        in_summary(
-            "plan",
-            "/reset_plan_sha256",
-            "the manifest has another plan",
-            found,
-            summary.reset_plan_sha256,
-        )
-
-
-def _check_group_plan(
-    group: ReplayGroup,
-    index: int,
-    summary: OpenEnvRolloutSummary,
-    fail: Callable[..., NoReturn],
-) -> None:
-    at = f"/groups/{index}"
-    seed = summary.seed_start + index
-    for name, expected, found in (
-        ("group_index", index, group.group_index),
-        (
-            "environment_index",
-            index % len(summary.environments),
-            group.environment_index,
-        ),
-        ("seed", seed, group.seed),
-        ("reset_payload/seed", seed, group.reset_payload.get("seed")),
-        ("candidates", summary.group_size, len(group.candidates)),
-        ("reset_observation/done", False, group.reset_observation.done),
-    ):
-        if not same_json(expected, found):
-            fail("plan", f"{at}/{name}", "the plan says otherwise", expected, found)
-    for place, candidate in enumerate(group.candidates):
-        if candidate.candidate_index != place:
-            fail(
-                "plan",
-                f"{at}/candidates/{place}/candidate_index",
-                "candidates must be contiguous",
-                place,
-                candidate.candidate_index,
-            )
+    check_plan(
+        evidence.summary,
+        evidence.replay,
+        fail_in(evidence.files.summary_name),
+        fail_in(evidence.files.replay_name),
+    )
 
 
 def _check_episodes(evidence: _Evidence) -> None:
@@ -352,6 +280,7 @@ def _check_episodes(evidence: _Evidence) -> None:
 
 def _check_dataset(evidence: _Evidence) -> None:
     files, replay = evidence.files, evidence.replay
+    evidence.traces = TraceLedger(evidence.summary)
     schemas = _action_schemas(evidence)
     selector = _selector(evidence.summary)
     count = 0
@@ -414,9 +343,7 @@ def _check_group(
         evidence.records.append(
             rollout_record(captured.group_index, inspection, rollout, candidate)
         )
-        if not isinstance(rollout.trace, UnsetType):
-            evidence.retried += rollout.trace.attempt > 0
-            evidence.traced += rollout.trace.tokens is not None
+    evidence.traces.add(captured.environment_index, group, fail)
 
 
 def _action_schemas(evidence: _Evidence) -> list[ActionSchema]:
@@ -486,7 +413,7 @@ def _check_records(evidence: _Evidence) -> None:
     for name in expected_stats.__struct_fields__:
         wanted = getattr(expected_stats, name)
         got = getattr(evidence.summary.stats, name)
-        if not same_json(wanted, got):
+        if not _finite(wanted) or not same_json(wanted, got):
             fail(
                 "summary_stats",
                 f"/stats/{name}",
@@ -499,6 +426,7 @@ def _check_records(evidence: _Evidence) -> None:
 CHECKS: Final[tuple[tuple[str, Callable[[_Evidence], None]], ...]] = (
     ("summary is a supported record", _check_summary_record),
     ("policy, adapter and contract agree", _check_policy),
+    ("controls and identities are in bounds", _check_controls),
     ("digests and sizes match the bytes", _check_digests),
     ("replay manifest is a record", _check_replay_record),
     ("replay manifest links to dataset and summary", _check_links),
@@ -508,6 +436,10 @@ CHECKS: Final[tuple[tuple[str, Callable[[_Evidence], None]], ...]] = (
     ("outcomes and totals agree", _check_records),
 )
 """What verification establishes, in order; each relies on those before it."""
+
+
+def _finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)
 
 
 def _invalid(

@@ -9,7 +9,7 @@ published. Publication is ``kiln_core.drive.files.publish_bundle``.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
@@ -27,7 +27,7 @@ from kiln_core.bundle import (
     derive_bundle,
     project_candidate,
 )
-from kiln_core.canonical import JsonValue, compact
+from kiln_core.canonical import JsonValue, canonical_bytes, compact
 from kiln_core.contract import (
     OpenEnvTrainingContract,
     check_policy_adapter,
@@ -47,8 +47,11 @@ from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
 from kiln_core.episode import Ask, Episode, EpisodeGenerator, EpisodeSetup, run_episode
 from kiln_core.errors import (
     CredentialReflected,
+    KilnError,
+    PolicyError,
     SessionRefused,
     TransportError,
+    UsageError,
 )
 from kiln_core.limits import Lease, RetainedBudget
 from kiln_core.plan import (
@@ -65,6 +68,7 @@ from kiln_core.ports import (
     PolicyRequest,
     Silent,
 )
+from kiln_core.prompt import model_schema
 from kiln_core.receipt import OpenEnvTrainingSelection
 from kiln_core.selection import TrainingSelector
 from kiln_core.session import Close, Event, Reset
@@ -72,7 +76,8 @@ from kiln_core.session import Close, Event, Reset
 __all__ = ["CollectionRequest", "EnvironmentTarget", "collect", "select_training"]
 
 RETRY_SECONDS = 0.25
-"""Pause before a lost candidate is collected again, times its attempt."""
+"""Pause before a lost candidate is collected again; doubles with every attempt."""
+RETRY_MAX_SECONDS = 10.0
 
 
 class EnvironmentTarget(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +112,15 @@ class _Stage(msgspec.Struct, frozen=True, kw_only=True):
     guide_sha256: str | None
 
 
+class _Running:
+    """A group under way: what its candidates share, and those that are finished."""
+
+    def __init__(self, setting: GroupSetting, lease: Lease) -> None:
+        self.setting = setting
+        self.lease = lease
+        self.finished: list[tuple[Candidate, Lease]] = []
+
+
 async def collect(
     request: CollectionRequest,
     policy: Policy,
@@ -134,6 +148,11 @@ async def collect(
         PolicyError: The policy failed.
     """
     check_controls(request.controls, len(request.environments))
+    if len(request.reset_templates) != len(request.environments):
+        raise UsageError(
+            f"{len(request.reset_templates)} reset objects for "
+            f"{len(request.environments)} environments; give one per environment"
+        )
     run = _Collection(request, policy, observer or Silent(), budget, times)
     async with run.clients() as clients:
         run.observer.phase("inspecting")
@@ -178,7 +197,11 @@ class _Collection:
         async with AsyncExitStack() as stack:
             yield [
                 await stack.enter_async_context(
-                    environment_client(target.base_url, target.credential)
+                    environment_client(
+                        target.base_url,
+                        target.credential,
+                        total_seconds=self.times.http_seconds,
+                    )
                 )
                 for target in self.request.environments
             ]
@@ -199,31 +222,33 @@ class _Collection:
 
     async def roll_out(self, stages: list[_Stage]) -> list[CollectedGroup]:
         """Play every candidate of every group."""
-        settings = [self._setting(stages, g) for g in range(self.controls.groups)]
-        waiting: list[list[tuple[Candidate, Lease]]] = [[] for _ in settings]
-        groups: list[CollectedGroup | None] = [None] * len(settings)
-        plan = iter(
-            [
-                (g, c)
-                for g in range(len(settings))
-                for c in range(self.controls.group_size)
-            ]
-        )
+        groups: dict[int, CollectedGroup] = {}
+        plan = self._plan(stages)
 
         async def work() -> None:
-            for group_index, candidate_index in plan:
-                setting = settings[group_index]
+            for running, candidate_index in plan:
+                setting = running.setting
                 stage = stages[setting.environment_index]
-                finished = await self._candidate(stage, setting, candidate_index)
-                waiting[group_index].append(finished)
-                if len(waiting[group_index]) == self.controls.group_size:
-                    groups[group_index] = self._group(setting, waiting[group_index])
-                    waiting[group_index] = []
+                running.finished.append(
+                    await self._candidate(stage, setting, candidate_index)
+                )
+                if len(running.finished) == self.controls.group_size:
+                    groups[setting.group_index] = self._group(running)
 
         async with task_group() as workers:
             for _ in range(min(self.controls.concurrency, self._rollouts)):
                 workers.start_soon(work)
-        return [group for group in groups if group is not None]
+        return [groups[index] for index in sorted(groups)]
+
+    def _plan(self, stages: list[_Stage]) -> Iterator[tuple[_Running, int]]:
+        """Yield every candidate in order; a group begins with its first."""
+        for group_index in range(self.controls.groups):
+            setting = self._setting(stages, group_index)
+            lease = Lease(self.budget)
+            lease.charge(len(canonical_bytes(setting.reset_payload)), "a reset object")
+            running = _Running(setting, lease)
+            for candidate_index in range(self.controls.group_size):
+                yield running, candidate_index
 
     async def revalidate(self, stages: list[_Stage]) -> None:
         """Require every discovery surface and the policy to be as they were."""
@@ -276,7 +301,7 @@ class _Collection:
         guide = None
         if self.request.guided:
             report = await self.policy.guide(
-                schema.document, self.controls.max_action_tokens
+                model_schema(schema.document), self.controls.max_action_tokens
             )
             guide = report.guide_sha256
             if report.warning is not None:
@@ -312,11 +337,13 @@ class _Collection:
         """Play one candidate, again from reset when its session is lost.
 
         Raises:
-            CredentialReflected: Never tried again.
-            TransportError: The last attempt's session was lost too.
-            SessionRefused: The last attempt got a wire error before an observation.
+            KilnError: Its last attempt failed; ``details`` say which candidate.
         """
         attempt = 0
+        place = {
+            "group_index": setting.group_index,
+            "candidate_index": candidate_index,
+        }
         while True:
             lease = Lease(self.budget)
             try:
@@ -324,18 +351,18 @@ class _Collection:
                     stage, setting, candidate_index, lease
                 )
                 break
-            except CredentialReflected:
-                raise
-            except (TransportError, SessionRefused) as error:
+            except KilnError as error:
                 lease.close()
                 attempt += 1
-                if attempt > self.controls.episode_retries:
+                error.details |= {**place, "attempts": attempt}
+                if not self._again(error, attempt):
                     raise
                 self.observer.warning(
                     f"group {setting.group_index} candidate {candidate_index}: "
                     f"{error.message}; collecting it again from reset"
                 )
-                await anyio.sleep(RETRY_SECONDS * attempt)
+                pause = RETRY_SECONDS * 2 ** (attempt - 1)
+                await anyio.sleep(min(pause, RETRY_MAX_SECONDS))
         self.completed += 1
         self.observer.rollout(self.completed, self._rollouts, episode.episode_return)
         candidate = project_candidate(
@@ -350,6 +377,14 @@ class _Collection:
             "a candidate",
         )
         return candidate, lease
+
+    def _again(self, error: KilnError, attempts: int) -> bool:
+        """Say whether a lost session, or one refused before it began, is retried."""
+        return (
+            isinstance(error, TransportError | SessionRefused)
+            and not isinstance(error, CredentialReflected)
+            and attempts <= self.controls.episode_retries
+        )
 
     async def _attempt(
         self, stage: _Stage, setting: GroupSetting, candidate_index: int, lease: Lease
@@ -404,13 +439,20 @@ class _Collection:
             thinking_budget_tokens=(
                 controls.thinking_budget_tokens if self.thinking else None
             ),
+            # What the model reads is what guides it, so a dataset alone says both.
             action_schema=(
-                stage.action_schema.document if stage.guide_sha256 else None
+                model_schema(stage.action_schema.document)
+                if stage.guide_sha256
+                else None
             ),
         )
 
         async def ask_policy() -> PolicyReply:
-            reply = await self.policy.complete(request)
+            try:
+                reply = await self.policy.complete(request)
+            except TransportError as error:
+                # not the environment's fault, so no reason to collect again
+                raise PolicyError(error.message, hint=error.hint) from error
             check_same_policy(self.description.behavior_policy, reply.behavior_policy)
             return reply
 
@@ -427,12 +469,14 @@ class _Collection:
             thinking=self.thinking,
         )
 
-    def _group(
-        self, setting: GroupSetting, finished: list[tuple[Candidate, Lease]]
-    ) -> CollectedGroup:
-        group = assemble_group(setting, [candidate for candidate, _ in finished])
-        for _, lease in finished:
+    def _group(self, running: _Running) -> CollectedGroup:
+        group = assemble_group(
+            running.setting, [candidate for candidate, _ in running.finished]
+        )
+        for _, lease in running.finished:
             lease.close()
+        running.lease.close()
+        running.finished.clear()
         self.budget.charge(
             len(group.line) + len(compact(group.replay)) + len(compact(group.records)),
             "a group",

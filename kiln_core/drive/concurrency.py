@@ -1,8 +1,8 @@
 """Task groups that raise what happened, not a group of it.
 
 anyio wraps every exception that leaves a task group. Callers of Kiln catch one typed
-error, so a group is collapsed to the leaf that matters: an error of ours before a
-cancellation, and the first of several.
+error, so a group is collapsed to the leaf that matters: an interrupt before an error of
+ours before any other, and the first of several.
 """
 
 from __future__ import annotations
@@ -26,17 +26,15 @@ async def task_group() -> AsyncIterator[TaskGroup]:
             yield group
     except BaseExceptionGroup as failures:
         leading = _leading(failures)
-        raise leading from None
+        raise leading from leading.__cause__
 
 
 def _leading(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    leaves = list(_leaves(failures))
-    for leaf in leaves:
-        if isinstance(leaf, KilnError):
-            return leaf
-    for leaf in leaves:
-        if isinstance(leaf, Exception):
-            return leaf
+    leaves = _leaves(failures)
+    for wanted in (KeyboardInterrupt, SystemExit, KilnError, Exception):
+        for leaf in leaves:
+            if isinstance(leaf, wanted):
+                return leaf
     return leaves[0]
 
 

@@ -9,11 +9,12 @@ complete bundle. Replacing a bundle removes its old summary first.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -43,10 +44,25 @@ __all__ = [
 
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+NO_HARD_LINKS: Final = frozenset(
+    {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+)
+"""What file systems without hard links answer."""
 
 
 class Disk:
     """The system calls of publication, in one place so that tests can fail each."""
+
+    @contextmanager
+    def lock(self, directory: Path) -> Iterator[None]:
+        """Keep other publications out of a directory, where the system can."""
+        with ExitStack() as opened:
+            with suppress(OSError):
+                descriptor = os.open(directory, DIRECTORY_FLAGS)
+                opened.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
 
     def stage(self, path: Path, data: bytes) -> None:
         """Create a new file, write it whole and sync it."""
@@ -78,10 +94,18 @@ class Disk:
         path.unlink()
 
     def sync_directory(self, path: Path) -> None:
-        """Flush a directory, so that renames in it last."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Flush a directory, so that renames in it last.
+
+        Raises:
+            OSError: The device refused.
+        """
+        descriptor = os.open(path, DIRECTORY_FLAGS)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            # EINVAL: this file system cannot sync a directory, and need not
+            if error.errno != errno.EINVAL:
+                raise
         finally:
             os.close(descriptor)
 
@@ -100,20 +124,31 @@ def read_regular(path: Path, limit_bytes: int, what: str) -> bytes:
     """
     try:
         descriptor = os.open(path, READ_FLAGS)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
             raise IrregularFile(
                 f"{what} {path} is a symbolic link", file=str(path)
             ) from error
-        raise FileUnreadable(
-            f"{what} {path} cannot be read: {error.strerror}", file=str(path)
-        ) from error
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise IrregularFile(f"{what} {path} is no regular file", file=str(path))
-        data = file.read(limit_bytes + 1) if status.st_size <= limit_bytes else None
-    if data is None or len(data) > limit_bytes:
+        failure = _unreadable(path, what, error)
+        raise failure from error
+    try:
+        return _read_opened(descriptor, path, limit_bytes, what)
+    except OSError as error:
+        failure = _unreadable(path, what, error)
+        raise failure from error
+    finally:
+        os.close(descriptor)
+
+
+def _read_opened(descriptor: int, path: Path, limit_bytes: int, what: str) -> bytes:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise IrregularFile(f"{what} {path} is no regular file", file=str(path))
+    data = b""
+    if status.st_size <= limit_bytes:
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            data = file.read(limit_bytes + 1)
+    if max(status.st_size, len(data)) > limit_bytes:
         raise IrregularFile(
             f"{what} {path} is over {limit_bytes} bytes",
             file=str(path),
@@ -187,10 +222,11 @@ def check_outputs(paths: BundlePaths, *, force: bool) -> None:
         OutputUnwritable: A directory is missing or not writable.
     """
     targets = [Path(p) for p in (paths.dataset, paths.replay, paths.summary)]
-    if len({target.absolute() for target in targets}) != len(targets):
-        raise UsageError("dataset, replay manifest and summary need three paths")
     for target in targets:
         _check_target(target, force=force)
+    places = {(os.path.realpath(target.parent), target.name) for target in targets}
+    if len(places) != len(targets):
+        raise UsageError("dataset, replay manifest and summary need three paths")
 
 
 def make_directory(path: Path) -> None:
@@ -223,15 +259,18 @@ def publish_bundle(
         OutputUnwritable: The disk refused; no partial file is left.
     """
     check_outputs(paths, force=force)
-    _publish(
-        [
-            (Path(paths.dataset), bundle.dataset),
-            (Path(paths.replay), bundle.replay),
-            (Path(paths.summary), bundle.summary_bytes),
-        ],
-        force=force,
-        disk=disk or Disk(),
-    )
+    disk = disk or Disk()
+    # Two that replace the same bundle must not end up with files of both.
+    with disk.lock(Path(paths.summary).parent):
+        _publish(
+            [
+                (Path(paths.dataset), bundle.dataset),
+                (Path(paths.replay), bundle.replay),
+                (Path(paths.summary), bundle.summary_bytes),
+            ],
+            force=force,
+            disk=disk,
+        )
 
 
 def publish_file(
@@ -244,14 +283,17 @@ def publish_file(
         OutputUnwritable: The disk refused; no partial file is left.
     """
     _check_target(path, force=force)
-    _publish([(path, data)], force=force, disk=disk or Disk())
+    if force:
+        replace_file(path, data, disk=disk)
+    else:
+        _publish([(path, data)], force=False, disk=disk or Disk())
 
 
 def replace_file(path: Path, data: bytes, *, disk: Disk | None = None) -> None:
-    """Replace a file atomically; readers see the old bytes or the new.
+    """Replace a file atomically; readers see the old bytes or the new, whole.
 
     Raises:
-        OutputUnwritable: The disk refused; the old file is as it was.
+        OutputUnwritable: The disk refused, or cannot say that the new bytes will last.
     """
     disk = disk or Disk()
     staged = _staging_name(path)
@@ -259,11 +301,12 @@ def replace_file(path: Path, data: bytes, *, disk: Disk | None = None) -> None:
         disk.stage(staged, data)
         disk.rename(staged, path)
         disk.sync_directory(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            staged.unlink()
-        failure = _unwritable(path, error)
-        raise failure from error
+    except BaseException as error:
+        _discard([staged], disk)
+        if isinstance(error, OSError):
+            failure = _unwritable(path, error)
+            raise failure from error
+        raise
 
 
 def _publish(files: Sequence[tuple[Path, bytes]], *, force: bool, disk: Disk) -> None:
@@ -277,58 +320,108 @@ def _publish(files: Sequence[tuple[Path, bytes]], *, force: bool, disk: Disk) ->
         if force:
             _withdraw(files[-1][0], disk)
         for temporary, (target, _) in zip(staged, files, strict=True):
-            _place(temporary, target, force=force, disk=disk)
+            linked = _place(temporary, target, force=force, disk=disk)
             placed.append(target)
+            if linked:
+                disk.unlink(temporary)
             disk.sync_directory(target.parent)
-    except OSError as error:
-        for path in (*placed, *staged):
-            with suppress(OSError):
-                path.unlink()
+    except BaseException as error:
+        # Also when interrupted, so that only a crash leaves staged files. The commit
+        # mark goes first; when an interrupt leaves open whether it is set, all stays.
+        undecided = len(placed) == len(files) - 1 and not isinstance(error, OSError)
+        _discard([*reversed([] if undecided else placed), *staged], disk)
         if isinstance(error, FileExistsError):
             raise OutputExists(f"{target} exists already", file=str(target)) from error
-        raise _unwritable(target, error) from error
+        if isinstance(error, OSError):
+            raise _unwritable(target, error) from error
+        raise
+
+
+def _discard(paths: Sequence[Path], disk: Disk) -> None:
+    for path in paths:
+        with suppress(OSError):
+            disk.unlink(path)
 
 
 def _withdraw(summary: Path, disk: Disk) -> None:
     """Remove an old commit mark before what it stands for changes."""
-    if summary.is_symlink() or summary.exists():
+    if os.path.lexists(summary):
         disk.unlink(summary)
         disk.sync_directory(summary.parent)
 
 
-def _place(temporary: Path, target: Path, *, force: bool, disk: Disk) -> None:
-    if force:
-        disk.rename(temporary, target)
-    else:
-        disk.link(temporary, target)
-        disk.unlink(temporary)
+def _place(temporary: Path, target: Path, *, force: bool, disk: Disk) -> bool:
+    """Give a staged file its name; return whether it still has its first one too.
+
+    Raises:
+        OSError: The name is taken, or the disk refused.
+    """
+    if not force:
+        try:
+            disk.link(temporary, target)
+        except OSError as error:
+            if error.errno not in NO_HARD_LINKS:
+                raise
+            if os.path.lexists(target):
+                raise OSError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+        else:
+            return True
+    disk.rename(temporary, target)
+    return False
 
 
 def _check_target(target: Path, *, force: bool) -> None:
-    if target.is_dir():
-        raise OutputUnwritable(f"{target} is a directory", file=str(target))
-    if not force and (target.exists() or target.is_symlink()):
+    try:
+        mode = os.lstat(target).st_mode
+    except FileNotFoundError:
+        _check_directory(target)
+        return
+    except (OSError, ValueError) as error:
+        raise _unwritable(target, error) from error
+    # Replacing a link replaces the link itself; a device must not be replaced.
+    if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+        raise OutputUnwritable(f"{target} is {kind}", file=str(target))
+    if not force:
         raise OutputExists(f"{target} exists already", file=str(target))
+    _check_directory(target)
+
+
+def _check_directory(target: Path) -> None:
     if not target.parent.is_dir():
         raise OutputUnwritable(
             f"directory {target.parent} does not exist", file=str(target)
         )
-    if not os.access(target.parent, os.W_OK | os.X_OK):
+    # it is opened too, to be synced
+    if not os.access(target.parent, os.R_OK | os.W_OK | os.X_OK):
         raise OutputUnwritable(
             f"directory {target.parent} is not writable", file=str(target)
         )
 
 
 def _staging_name(target: Path) -> Path:
-    return target.parent / f".{target.name}.{secrets.token_hex(8)}.part"
+    # not made from the target's name, which may be as long as names can be
+    return target.parent / f".kiln-{secrets.token_hex(8)}.part"
 
 
-def _unwritable(path: Path, error: OSError) -> OutputUnwritable:
-    return OutputUnwritable(
-        f"{path} cannot be written: {error.strerror or error}", file=str(path)
+def _unreadable(path: Path, what: str, error: Exception) -> FileUnreadable:
+    return FileUnreadable(
+        f"{what} {path} cannot be read: {_reason(error)}",
+        hint="check the path and its permissions",
+        file=str(path),
     )
+
+
+def _unwritable(path: Path, error: Exception) -> OutputUnwritable:
+    return OutputUnwritable(
+        f"{path} cannot be written: {_reason(error)}", file=str(path)
+    )
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _beside(summary_path: Path, recorded: str) -> Path:
     beside = summary_path.parent / Path(recorded).name
-    return beside if beside.is_symlink() or beside.exists() else Path(recorded)
+    return beside if os.path.lexists(beside) else Path(recorded)

@@ -18,7 +18,7 @@ import aiohttp
 import anyio
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, read_json
+from kiln_core.canonical import JsonValue, canonical_bytes, read_json
 from kiln_core.discovery import (
     Authentication,
     DiscoveryDocuments,
@@ -75,6 +75,11 @@ class Credential:
         """The token itself, for the reflection check."""
         return self._token
 
+    def reflected_in(self, data: bytes) -> bool:
+        """Say whether bytes hold the token, plain or as a canonical JSON string."""
+        written = canonical_bytes(self._token)[1:-1]
+        return self._token.encode() in data or written in data
+
 
 class EnvironmentClient:
     """Discovery of one environment, over a session that the caller owns.
@@ -83,6 +88,8 @@ class EnvironmentClient:
         base_url: Canonical base URL.
         http: The aiohttp session, credential included.
         credential: What authenticates, or None.
+        line: Held by whoever is next in line for a session of a full server.
+        freed: Set, and replaced, whenever a session of ours has ended.
     """
 
     def __init__(
@@ -94,6 +101,8 @@ class EnvironmentClient:
         self.base_url = base_url
         self.http = http
         self.credential = credential
+        self.line = anyio.Lock()
+        self.freed = anyio.Event()
 
     @property
     def authentication(self) -> Authentication:
@@ -148,13 +157,17 @@ class EnvironmentClient:
                 http_status=404,
             ) from error
         try:
-            return read_json(body, f"{self.base_url}{route}")
+            document = read_json(body, f"{self.base_url}{route}")
         except MalformedJson as error:
             raise RemoteProtocolError(
                 f"{error.message}; this is no OpenEnv server",
                 hint="check the URL: it must be the base URL of an OpenEnv server",
                 environment=self.base_url,
             ) from error
+        # Escapes such as \/ hide a token from the search of the raw bytes.
+        if self.credential is not None:
+            self._check_reflection(canonical_bytes(document), self.base_url + route)
+        return document
 
     async def _fetch(self, route: str) -> bytes:
         url = self.base_url + route
@@ -170,22 +183,29 @@ class EnvironmentClient:
 
     async def _body(self, response: aiohttp.ClientResponse, url: str) -> bytes:
         body = await bounded_body(response, url, limits.MAX_DISCOVERY_BYTES)
-        if self.credential is not None and self.credential.secret.encode() in body:
+        self._check_reflection(body, url)
+        return body
+
+    def _check_reflection(self, data: bytes, url: str) -> None:
+        if self.credential is not None and self.credential.reflected_in(data):
             raise CredentialReflected(
                 f"{url} returned the bearer token it was sent", environment=url
             )
-        return body
 
 
 @asynccontextmanager
 async def environment_client(
-    base_url: str, credential: Credential | None = None
+    base_url: str,
+    credential: Credential | None = None,
+    *,
+    total_seconds: float = limits.HTTP_TOTAL_SECONDS,
 ) -> AsyncIterator[EnvironmentClient]:
     """Open a client for an environment.
 
     Args:
         base_url: From `kiln_core.discovery.environment_url`.
         credential: Sent with every request and the WebSocket upgrade.
+        total_seconds: Deadline of one HTTP request; sessions may last longer.
 
     Raises:
         UsageError: A credential would travel in clear text to another machine.
@@ -193,10 +213,7 @@ async def environment_client(
     if credential is not None:
         _check_transport(base_url)
     headers = credential.header() if credential is not None else {}
-    async with client_session(
-        headers=headers,
-        total_seconds=limits.HTTP_TOTAL_SECONDS,
-    ) as http:
+    async with client_session(headers=headers, total_seconds=total_seconds) as http:
         yield EnvironmentClient(base_url, http, credential)
 
 
@@ -232,7 +249,9 @@ async def bounded_body(
     encoding = response.headers.get("Content-Encoding", "identity").lower()
     if encoding != "identity":
         raise TransportError(
-            f"{url} answered in an encoding nobody asked for", environment=url
+            f"{url} answered in an encoding nobody asked for",
+            hint="have the server or its proxy honour 'Accept-Encoding: identity'",
+            environment=url,
         )
     body = bytearray()
     async for chunk in response.content.iter_chunked(CHUNK_BYTES):
@@ -266,12 +285,17 @@ def status_error(url: str, status: int) -> HttpStatusError:
 
 def unreachable(url: str, error: Exception) -> TransportError:
     """Return the error of a failed exchange."""
-    reason = "timed out" if isinstance(error, TimeoutError) else "cannot be reached"
+    if isinstance(error, TimeoutError):
+        what, hint = "timed out", "check that the server is up and not overloaded"
+    elif isinstance(error, aiohttp.ClientPayloadError):
+        what, hint = "broke off its answer", "look at the log of the server"
+    elif isinstance(error, aiohttp.ClientResponseError):
+        what, hint = "gave an answer that is not HTTP", "check the URL and its port"
+    else:
+        what = "cannot be reached"
+        hint = "check that the server is running and the URL is right"
     return TransportError(
-        f"{url} {reason}",
-        hint="check that the server is running and the URL is right",
-        environment=url,
-        reason=type(error).__name__,
+        f"{url} {what}", hint=hint, environment=url, reason=type(error).__name__
     )
 
 
@@ -288,10 +312,10 @@ async def inspect_all(
     async def inspect(index: int) -> None:
         found[index] = await clients[index].inspect()
 
-    with anyio.fail_after(2 * limits.HTTP_TOTAL_SECONDS + limits.HTTP_CONNECT_SECONDS):
-        async with task_group() as group:
-            for index in range(len(clients)):
-                group.start_soon(inspect, index)
+    # each request has a deadline of its own, and two follow one another
+    async with task_group() as group:
+        for index in range(len(clients)):
+            group.start_soon(inspect, index)
     return [found[index] for index in range(len(clients))]
 
 

@@ -11,24 +11,21 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
-import msgspec
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, convert_record
+from kiln_core.canonical import JsonValue
 from kiln_core.chat import ChatAnswer, GuideRequest, PolicyAnswer
 from kiln_core.drive.http import Credential
-from kiln_core.drive.server import ServerClient, server_client
+from kiln_core.drive.server import ServerClient, server_client, typed
 from kiln_core.engine import GuideReport
-from kiln_core.errors import InvalidRecord, PolicyError
+from kiln_core.errors import PolicyError
 from kiln_core.ports import PolicyDescription, PolicyReply, PolicyRequest
 from kiln_core.trace import TurnSample
 
 __all__ = ["HttpPolicy", "http_policy"]
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 FULL_WAIT_SECONDS = 600.0
 """How long a full server is waited for."""
@@ -50,7 +47,7 @@ class HttpPolicy:
             ServerRefusal: There is no such adapter.
         """
         query = {} if self._adapter is None else {"adapter": self._adapter}
-        answer = _typed(
+        answer = typed(
             await self._server.get("/v1/policy", **query), PolicyAnswer, "policy"
         )
         self._slots.total_tokens = max(answer.concurrency, 1)
@@ -69,7 +66,7 @@ class HttpPolicy:
         """
         body = GuideRequest(action_schema=action_schema, max_tokens=max_tokens)
         document = await self._server.post("/v1/guides", body)
-        return _typed(document, GuideReport, "guide report")
+        return typed(document, GuideReport, "guide report")
 
     async def complete(self, request: PolicyRequest) -> PolicyReply:
         """Answer one turn.
@@ -86,7 +83,7 @@ class HttpPolicy:
                 "/v1/chat/completions", body, FULL_WAIT_SECONDS
             )
             latency_ms = (time.monotonic() - started) * 1000
-        answer = _typed(document, ChatAnswer, "completion")
+        answer = typed(document, ChatAnswer, "completion")
         if not answer.choices:
             raise PolicyError("the server returned no completion")
         choice = answer.choices[0]
@@ -157,12 +154,3 @@ def _chat_body(request: PolicyRequest, adapter: str | None) -> dict[str, Any]:
             },
         }
     return body
-
-
-def _typed(document: JsonValue, answer_type: type[T], what: str) -> T:
-    try:
-        return convert_record(document, answer_type, f"the server's {what}")
-    except InvalidRecord as error:
-        raise PolicyError(
-            error.message, hint="client and server must be of one Kiln version"
-        ) from error

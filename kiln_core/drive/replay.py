@@ -14,10 +14,11 @@ from typing import Final, Literal
 import msgspec
 from msgspec import UnsetType
 
+from kiln_core import limits
 from kiln_core.actions import ActionSchema
 from kiln_core.canonical import JsonValue, Record, canonical_bytes
 from kiln_core.compare import Drift, find_drift
-from kiln_core.discovery import ensure_unchanged
+from kiln_core.discovery import ensure_unchanged, environment_url
 from kiln_core.drive.acquire import acquire
 from kiln_core.drive.concurrency import task_group
 from kiln_core.drive.http import (
@@ -71,6 +72,8 @@ class ReplayOutcome(Record, frozen=True, kw_only=True):
     report: ReplayRunReport | None
     """Exists only on exact success without an exemption."""
     first_drift: CandidateDrift | None
+    """Of the first drifted candidate; one that drew a new episode id, and differs in
+    nothing else, comes after all others."""
     drifted_candidates: int
     ignored_pointers: list[str]
 
@@ -178,11 +181,15 @@ class _Candidate:
             )
 
     def _compare(self, captured: object, event: Event, at: str) -> None:
-        drift = find_drift(
-            msgspec.to_builtins(captured), _document(event), at, self.ignored
-        )
-        if drift is not None:
-            raise _Drifted(drift)
+        expected, found = msgspec.to_builtins(captured), _document(event)
+        exemptions = [self.ignored]
+        if EPISODE_ID.startswith(f"{at}/"):
+            # A new episode id says little, so it hides no other difference.
+            exemptions.insert(0, self.ignored | {EPISODE_ID})
+        for ignored in exemptions:
+            drift = find_drift(expected, found, at, ignored)
+            if drift is not None:
+                raise _Drifted(drift)
 
 
 class _Replay:
@@ -217,7 +224,9 @@ class _Replay:
                 await self._candidate(clients[group.environment_index], group, captured)
 
         async with task_group() as workers:
-            for _ in range(self.request.concurrency):
+            for _ in range(
+                min(self.request.concurrency, self.request.bundle.summary.rollout_count)
+            ):
                 workers.start_soon(work)
 
     async def _candidate(
@@ -291,13 +300,16 @@ async def replay_bundle(
         times: Deadlines of sessions.
 
     Raises:
-        UsageError: The credentials do not align with the environments.
+        UsageError: The request is out of bounds, or its credentials do not align
+            with the environments.
         IdentityDrift: A live environment is not the captured one.
         TransportError: An environment or session could not be reached to the end.
         ProtocolError: An environment broke the protocol.
         CapacityExhausted: No session became free in time.
     """
-    run = _Replay(request, times or SessionTimes(), observer or Silent())
+    _check_request(request)
+    times = times or SessionTimes()
+    run = _Replay(request, times, observer or Silent())
     captured = run.replay.environments
     credentials = request.credentials or (None,) * len(captured)
     if len(credentials) != len(captured):
@@ -308,12 +320,21 @@ async def replay_bundle(
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
-                environment_client(environment.identity.base_url, credential)
+                environment_client(
+                    environment_url(
+                        environment.identity.base_url, default_scheme=False
+                    ),
+                    credential,
+                    total_seconds=times.http_seconds,
+                )
             )
             for environment, credential in zip(captured, credentials, strict=True)
         ]
         await run.run(clients)
-    drifts = sorted(run.drifts, key=lambda d: (d.group_index, d.candidate_index))
+    drifts = sorted(
+        run.drifts,
+        key=lambda d: (d.pointer == EPISODE_ID, d.group_index, d.candidate_index),
+    )
     exact = not drifts and not request.ignored_pointers
     return ReplayOutcome(
         schema=OUTCOME_SCHEMA,
@@ -322,6 +343,20 @@ async def replay_bundle(
         drifted_candidates=len(drifts),
         ignored_pointers=list(request.ignored_pointers),
     )
+
+
+def _check_request(request: ReplayRequest) -> None:
+    if not 1 <= request.concurrency <= limits.MAX_CONCURRENCY:
+        raise UsageError(
+            f"concurrency must be 1 to {limits.MAX_CONCURRENCY}, "
+            f"not {request.concurrency}"
+        )
+    for pointer in request.ignored_pointers:
+        if not pointer.startswith("/"):
+            raise UsageError(
+                f"{pointer!r} is not a JSON Pointer into a candidate",
+                hint=f"give one such as {EPISODE_ID}",
+            )
 
 
 def require_no_drift(outcome: ReplayOutcome) -> None:

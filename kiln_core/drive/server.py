@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
+import msgspec
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, compact, read_json
+from kiln_core.canonical import JsonValue, compact, convert_record, read_json
 from kiln_core.drive.http import Credential, bounded_body, client_session
 from kiln_core.errors import (
     CapacityFull,
     ContextOverflow,
+    InvalidRecord,
     KilnError,
     MalformedJson,
+    PolicyDrift,
     PolicyError,
     ServerRefusal,
     ServerUnreachable,
@@ -27,12 +31,18 @@ from kiln_core.errors import (
     UsageError,
 )
 
-__all__ = ["DEFAULT_URL", "ServerClient", "server_client"]
+__all__ = ["ServerClient", "server_client", "typed"]
 
-DEFAULT_URL: Final = "http://localhost:8420"
 FULL_STATUSES: Final = frozenset({429, 503})
 DEFAULT_RETRY_SECONDS: Final = 1.0
 MAX_RETRY_SECONDS: Final = 30.0
+NOT_KILN: Final = "check that --url is the address of a Kiln server of this version"
+SAME_HERE: Final[dict[str, type[KilnError]]] = {
+    error.code: error for error in (ContextOverflow, PolicyDrift)
+}
+"""Refusals that are the same error on this side; all others are `ServerRefusal`."""
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 
 class ServerClient:
@@ -130,7 +140,7 @@ class ServerClient:
         except MalformedJson as error:
             raise PolicyError(
                 f"{self.url}{path} answered with status {status} and no JSON",
-                hint="check that --url is the address of a Kiln server",
+                hint=NOT_KILN,
                 url=self.url,
                 http_status=status,
             ) from error
@@ -155,12 +165,38 @@ async def server_client(
     Raises:
         UsageError: The URL is no http(s) URL.
     """
-    base = url.strip().rstrip("/")
-    if not base.startswith(("http://", "https://")):
-        raise UsageError(f"--url {url!r} is not an http or https URL")
+    base = _base_url(url)
     headers = {} if credential is None else credential.header()
     async with client_session(headers=headers, total_seconds=total_seconds) as http:
         yield ServerClient(base, http, client)
+
+
+def typed(document: JsonValue, answer_type: type[T], what: str) -> T:
+    """Turn an answer into the record it must be.
+
+    Raises:
+        PolicyError: It is another, so the server is not what we think.
+    """
+    try:
+        return convert_record(document, answer_type, f"the server's {what}")
+    except InvalidRecord as error:
+        raise PolicyError(error.message, hint=NOT_KILN) from error
+
+
+def _base_url(text: str) -> str:
+    url = text.strip().rstrip("/")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"http", "https"} and parts.hostname
+        _ = parts.port
+    except ValueError as error:
+        raise UsageError(f"--url {text!r} is malformed: {error}") from error
+    if not usable or parts.query or parts.fragment or "@" in parts.netloc:
+        raise UsageError(
+            f"--url {text!r} is not the http or https address of a server",
+            hint="such as http://127.0.0.1:8420, without user, query or fragment",
+        )
+    return url
 
 
 def _refusal(
@@ -173,8 +209,8 @@ def _refusal(
     hint = str(error.get("hint", ""))
     details = error.get("details")
     facts = details if isinstance(details, dict) else {}
-    if code == ContextOverflow.code:
-        return ContextOverflow(message, **facts)
+    if code in SAME_HERE:
+        return SAME_HERE[code](message, hint=hint, **facts)
     facts = {"server_code": code, "http_status": response.status, "url": url}
     if response.status in FULL_STATUSES:
         return CapacityFull(

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import NoReturn, TypeVar
+from socket import SHUT_RDWR
+from typing import TypeVar
 
 import aiohttp
 import anyio
+import anyio.lowlevel
 from anyio.abc import TaskGroup
 
 from kiln_core import limits
@@ -21,6 +23,7 @@ from kiln_core.discovery import websocket_url
 from kiln_core.drive.concurrency import task_group
 from kiln_core.drive.http import EnvironmentClient, status_error, unreachable
 from kiln_core.errors import (
+    HttpStatusError,
     KilnError,
     RemoteProtocolError,
     SessionLost,
@@ -48,15 +51,27 @@ CLOSE_SECONDS = 2.0
 """Bound of saying goodbye."""
 DRAIN_SECONDS = 1.0
 """How long a failed send waits for a frame that explains it."""
+SETTLE_TURNS = 3
+"""Turns of the event loop in which bytes that the kernel holds reach the machine."""
 TRY_AGAIN_LATER = 1013
 """WebSocket close code (IANA registry) that counts as a full server."""
 
 
 class SessionTimes:
-    """The deadlines of a session, in seconds."""
+    """The deadlines of a session, in seconds.
 
-    def __init__(self, exchange_seconds: float = limits.EXCHANGE_SECONDS) -> None:
+    Args:
+        exchange_seconds: Of one command and its answer, and of connecting.
+        http_seconds: Of one request of discovery, and of the health check.
+    """
+
+    def __init__(
+        self,
+        exchange_seconds: float = limits.EXCHANGE_SECONDS,
+        http_seconds: float = limits.HTTP_TOTAL_SECONDS,
+    ) -> None:
         self.exchange_seconds = exchange_seconds
+        self.http_seconds = http_seconds
         self.keepalive_seconds = min(
             max(exchange_seconds / 4, limits.KEEPALIVE_MIN_SECONDS),
             limits.KEEPALIVE_MAX_SECONDS,
@@ -74,6 +89,7 @@ class EnvironmentSession:
         where: str,
     ) -> None:
         self._socket = socket
+        self._raw_socket = socket.get_extra_info("socket")
         self._machine = machine
         self._times = times
         self._where = where
@@ -84,29 +100,38 @@ class EnvironmentSession:
     async def exchange(self, command: Command) -> Event:
         """Send a command and wait for its answer.
 
-        A terminal error that came before the first command is the answer to it.
+        A terminal error that came before the first command is the answer to it. An
+        exchange that is cancelled poisons the session like one that timed out.
 
         Raises:
             SessionLost: The socket died or no answer came in time.
             RemoteProtocolError: The peer broke the protocol.
         """
+        # A frame that is here already was not sent in answer to this command.
+        for _ in range(SETTLE_TURNS):
+            await anyio.lowlevel.checkpoint()
         early = self._early_answer(command)
         if early is not None:
             return early
         frame = self._machine.send(command)
         self._answer, self._arrived = None, anyio.Event()
-        with anyio.move_on_after(self._times.exchange_seconds):
-            await self._send(frame)
-            await self._arrived.wait()
-        return self._received() or self._timed_out()
+        try:
+            with anyio.move_on_after(self._times.exchange_seconds):
+                await self._send(frame)
+                await self._arrived.wait()
+        finally:
+            if self._machine.awaiting:
+                self._machine.poisoned(self._unanswered())
+        answer = self._received()
+        if answer is None:
+            raise self._machine.poisoned(self._unanswered())
+        return answer
 
     def _received(self) -> Event | None:
         return self._answer
 
-    def _timed_out(self) -> NoReturn:
-        raise self._machine.poisoned(
-            self._lost(f"gave no answer in {self._times.exchange_seconds:g} s")
-        )
+    def _unanswered(self) -> SessionLost:
+        return self._lost(f"gave no answer in {self._times.exchange_seconds:g} s")
 
     async def pumped(self, call: Callable[[], Awaitable[T]]) -> T:
         """Await a policy while the session is kept alive.
@@ -118,6 +143,8 @@ class EnvironmentSession:
         done = anyio.Event()
         result: list[T] = []
         async with task_group() as group:
+            if self._machine.poison is not None:
+                raise self._machine.poison
             self._pump = group
             group.start_soon(self._keep_alive, done)
             try:
@@ -131,18 +158,28 @@ class EnvironmentSession:
 
     async def close(self) -> None:
         """Say goodbye and close; best effort, bounded, never raises."""
-        with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(Exception):
-            if self._machine.state in {SessionState.READY, SessionState.FRESH}:
-                await self._socket.send_str(self._machine.send(Close()))
-            await self._socket.close()
+        with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
+            # a boundary: whatever fails here fails for a session that is over
+            with suppress(Exception):
+                if self._machine.state in {SessionState.READY, SessionState.FRESH}:
+                    await self._socket.send_str(self._machine.send(Close()))
+                await self._socket.close()
+        if scope.cancelled_caught and self._raw_socket is not None:
+            # A peer that reads nothing would keep unsent bytes, and so the socket.
+            with suppress(OSError):
+                self._raw_socket.shutdown(SHUT_RDWR)
 
     async def read(self) -> None:
         """Receive frames until the socket ends; runs as a task of its own."""
         while not self._machine.over:
-            message = await self._socket.receive()
             try:
-                self._take(message)
-            except KilnError:
+                self._take(await self._socket.receive())
+            except KilnError as error:
+                error.details.setdefault("environment", self._where)
+                break
+            except (aiohttp.ClientError, OSError):
+                # what receive() raises when it cannot write a pong any more
+                self._machine.poisoned(self._lost("closed the connection"))
                 break
         self._arrived.set()
         if self._machine.poison is not None and self._pump is not None:
@@ -158,6 +195,8 @@ class EnvironmentSession:
             code = self._answer.error.code
             raise RemoteProtocolError(
                 f"{self._where} ended the session with {code} between two commands",
+                hint="look at the log of the environment",
+                environment=self._where,
                 protocol_code=code,
             )
         return self._answer
@@ -200,10 +239,8 @@ class EnvironmentSession:
             self._machine.state = SessionState.ENDED
             self._answer = full_server("the server closed with code 1013")
             return
-        if message.type is aiohttp.WSMsgType.ERROR and code == (
-            aiohttp.WSCloseCode.MESSAGE_TOO_BIG
-        ):
-            raise self._machine.poisoned(oversized(limits.MAX_SERVER_MESSAGE_BYTES))
+        if isinstance(message.data, aiohttp.WebSocketError):
+            raise self._machine.poisoned(_misframed(message.data))
         raise self._machine.poisoned(self._lost(f"closed the session (code {code})"))
 
     def _lost(self, what: str) -> SessionLost:
@@ -212,6 +249,15 @@ class EnvironmentSession:
             hint="look at the log of the environment",
             environment=self._where,
         )
+
+
+def _misframed(error: aiohttp.WebSocketError) -> RemoteProtocolError:
+    if error.code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+        return oversized(limits.MAX_SERVER_MESSAGE_BYTES)
+    return RemoteProtocolError(
+        f"the environment sent a frame that breaks RFC 6455 (code {error.code:d})",
+        hint="report it to the environment's authors",
+    )
 
 
 def full_server(message: str) -> ErrorReceived:
@@ -276,11 +322,25 @@ async def _connect(
 
 def _refused(client: EnvironmentClient, url: str, status: int) -> TransportError:
     if status == 503:
-        return CapacityAtUpgrade(f"{url} refused the session: it is full")
-    if status == 403 and client.credential is None:
-        return TransportError(
+        return CapacityAtUpgrade(
+            f"{url} refused the session: it is full",
+            hint="wait, or raise the session limit of the environment",
+            environment=url,
+        )
+    if status == 403:
+        refuser = "the server refuses this client"
+        if client.credential is not None:
+            refuser += " or its credential"
+        return HttpStatusError(
             f"{url} refused the session with HTTP status 403",
-            hint="the WebSocket path may be wrong, or the server refuses this client",
+            hint=f"the WebSocket path may be wrong, or {refuser}",
+            environment=url,
+            http_status=status,
+        )
+    if status < 300:
+        return HttpStatusError(
+            f"{url} is no WebSocket endpoint",
+            hint="check the URL: it must be the base URL of an OpenEnv server",
             environment=url,
             http_status=status,
         )
