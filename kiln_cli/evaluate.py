@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,19 @@ from kiln_cli.options import (
     environment_options,
     json_option,
     plan_options,
+    recordable,
     server_options,
+    trace_option,
 )
 from kiln_cli.render import document, facts, note, progress
-from kiln_cli.rollout import collect_bundle, collection_request
+from kiln_cli.rollout import (
+    collect_bundle,
+    collection_request,
+    server_credential,
+)
 from kiln_core.bundle import BundlePaths
 from kiln_core.canonical import convert_record, read_record
-from kiln_core.errors import UsageError
+from kiln_core.errors import InvalidRecord, OutputUnwritable, UsageError
 from kiln_core.evaluation import (
     EnvironmentEvalConfig,
     EnvironmentEvalDecision,
@@ -68,6 +75,7 @@ Examples:
 @click.option("--min-mean-return", type=float, help="Gate on this mean return.")
 @plan_options(groups=20, group_size=4)
 @collection_options
+@trace_option
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -125,14 +133,20 @@ def _exit(decision: EnvironmentEvalDecision) -> None:
 
 def side_paths(output: Path, side: str) -> BundlePaths:
     """Return where one side's bundle goes."""
+    folder = recordable(output) / side
     return BundlePaths(
-        dataset=output / side / "rollouts.jsonl",
-        replay=output / side / "replay.json",
-        summary=output / side / "summary.json",
+        dataset=folder / "rollouts.jsonl",
+        replay=folder / "replay.json",
+        summary=folder / "summary.json",
     )
 
 
 def _config(flags: dict[str, Any]) -> EnvironmentEvalConfig:
+    """Return the evaluation that flags name.
+
+    Raises:
+        UsageError: One is invalid, or there are too few groups for a gate.
+    """
     improvement, floor = flags["min_mean_improvement"], flags["min_mean_return"]
     gated = improvement is not None or floor is not None
     values: dict[str, Any] = {
@@ -145,9 +159,15 @@ def _config(flags: dict[str, Any]) -> EnvironmentEvalConfig:
         values["gate"] = {"min_mean_improvement": improvement or 0.0}
         if floor is not None:
             values["gate"]["min_mean_return"] = floor
-    config = convert_record(values, EnvironmentEvalConfig, "the evaluation")
+    try:
+        config = convert_record(values, EnvironmentEvalConfig, "the evaluation")
+    except InvalidRecord as error:
+        raise UsageError(error.message) from error
     if isinstance(config.gate, EnvironmentEvalGate) and config.groups < 20:
-        raise UsageError("a gate needs at least 20 groups")
+        raise UsageError(
+            f"a gate needs at least 20 groups, not {config.groups}",
+            hint="raise --groups, or leave the --min options out",
+        )
     return config
 
 
@@ -174,11 +194,21 @@ def _seed_start(flags: dict[str, Any], groups: int) -> int:
 
 
 def _prepare(requests: list[CollectionRequest], *, force: bool) -> None:
-    from kiln_core.drive.files import check_outputs, make_directory
+    """Check that both bundles can be published; nothing is made yet.
+
+    Raises:
+        OutputUnwritable: A directory cannot be made, or written.
+    """
+    from kiln_core.drive.files import check_outputs
 
     for request in requests:
-        make_directory(Path(request.paths.summary).parent)
-        check_outputs(request.paths, force=force)
+        folder = Path(request.paths.summary).parent
+        if folder.is_dir():
+            check_outputs(request.paths, force=force)
+            continue
+        there = next(path for path in folder.absolute().parents if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise OutputUnwritable(f"directory {folder} cannot be made in {there}")
 
 
 def _announce(config: EnvironmentEvalConfig) -> None:
@@ -192,17 +222,31 @@ def _announce(config: EnvironmentEvalConfig) -> None:
 async def _both(
     flags: dict[str, Any], requests: list[CollectionRequest], observer: Observer
 ) -> list[Bundle]:
-    """Collect both sides, baseline first, and check that they are paired."""
-    from kiln_core.drive.files import publish_bundle
+    """Collect both sides, baseline first, and publish them once they are paired.
 
+    Publishing later leaves no pair of which one half is of an earlier run.
+    """
+    from kiln_core.drive.files import make_directory, publish_bundle
+
+    await _require_policies(flags["url"], requests)
     bundles: list[Bundle] = []
     for request in requests:
-        bundle = await collect_bundle(flags["url"], request, observer)
-        if bundles:
-            check_paired(_manifest(bundles[0]), _manifest(bundle))
+        observer.phase(f"adapter {request.adapter or 'base'}")
+        bundles.append(await collect_bundle(flags["url"], request, observer))
+    check_paired(_manifest(bundles[0]), _manifest(bundles[1]))
+    for request, bundle in zip(requests, bundles, strict=True):
+        make_directory(Path(request.paths.summary).parent)
         publish_bundle(bundle, request.paths, force=flags["force"])
-        bundles.append(bundle)
     return bundles
+
+
+async def _require_policies(url: str, requests: list[CollectionRequest]) -> None:
+    """Ask for both policies first: a missing candidate costs no baseline."""
+    from kiln_core.drive.policy import http_policy
+
+    for request in requests:
+        async with http_policy(url, request.adapter, server_credential()) as policy:
+            await policy.describe()
 
 
 def _manifest(bundle: Bundle) -> OpenEnvReplayManifest:

@@ -41,7 +41,7 @@ def inspect(*, as_json: bool, **flags: Any) -> None:
 
     found = anyio.run(_inspect, flags)
     for inspection in found:
-        ActionSchema(inspection.schema.action)
+        ActionSchema(inspection.schema.action)  # one that cannot be used is said now
     if as_json:
         document(InspectionReport(schema=INSPECTION_SCHEMA, environments=found))
         return

@@ -1,21 +1,28 @@
 """The ``kiln`` command: its groups, its exit codes, its error messages.
 
 Exit codes: 0 the claim holds; 1 it was checked and does not hold; 2 it could not be
-checked or finished. Commands are imported when they are run, so that help is fast and
-an optional package is only needed by the command that uses it.
+checked or finished; 128 and the signal's number it was interrupted. Commands are
+imported when they are run, so that help is fast and an optional package is only needed
+by the command that uses it.
 """
 
 from __future__ import annotations
 
+import io
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.metadata import entry_points
+from types import FrameType
 from typing import Any, Final, NoReturn
 
 import click
 
+from kiln_cli.render import Interrupted, document, note
 from kiln_core import errors
 from kiln_core.errors import KilnError, MissingExtra, UsageError
 
@@ -28,9 +35,26 @@ EXIT_CODES: Final[dict[type[KilnError], int]] = {
     errors.TrainingError: 1,
 }
 """Exit code by error class; the nearest ancestor counts."""
+UNFINISHED: Final = EXIT_CODES[KilnError]
 
-INTERRUPTED: Final = 130
-"""128 plus SIGINT, as shells report it."""
+EXTRAS: Final = {
+    "starlette": "server",
+    "hypercorn": "server",
+    "prometheus_client": "server",
+    "jax": "jax",
+    "flax": "jax",
+    "optax": "jax",
+    "safetensors": "jax",
+    "tokenizers": "jax",
+    "llguidance": "jax",
+    "openenv": "examples",
+}
+"""Which extra brings a package."""
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP)
+"""They end a command like Ctrl-C does, so that nothing is left half done."""
+FROM_SIGNAL: Final = 128
+"""Added to the number of the signal that ended a program, as shells report it."""
 
 
 def exit_code(error_type: type[KilnError]) -> int:
@@ -42,14 +66,14 @@ class LazyGroup(click.Group):
     """A group whose commands are imported when they are needed.
 
     Args:
-        commands: ``module:attribute`` by command name.
+        lazy: ``module:attribute`` and one line of help, by command name.
         plugins: Entry point group that may add commands.
     """
 
     def __init__(
         self,
         *args: Any,
-        lazy: dict[str, str],
+        lazy: dict[str, tuple[str, str]],
         plugins: str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -62,24 +86,33 @@ class LazyGroup(click.Group):
         return sorted({*self._lazy, *self._entry_points()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command.
-
-        Raises:
-            MissingExtra: A package it needs is not installed.
-        """
+        """Import a command; one that cannot be imported says so when it is run."""
         loader = self._loader(cmd_name)
         if loader is None:
             return None
         try:
             command: click.Command = loader()
         except ImportError as error:
-            missing = missing_extra(f"kiln {cmd_name}", error)
-            raise missing from error
+            return _unavailable(cmd_name, missing_extra(f"kiln {cmd_name}", error))
         return command
+
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """Write the list of commands; only plugins are imported for it."""
+        rows = [(name, self._short_help(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def _short_help(self, ctx: click.Context, name: str) -> str:
+        if name in self._lazy:
+            return self._lazy[name][1]
+        command = self.get_command(ctx, name)
+        return "" if command is None else command.get_short_help_str(limit=80)
 
     def _loader(self, name: str) -> Callable[[], Any] | None:
         if name in self._lazy:
-            module, _, attribute = self._lazy[name].partition(":")
+            module, _, attribute = self._lazy[name][0].partition(":")
             return lambda: getattr(import_module(module), attribute)
         plugin = self._entry_points().get(name)
         return None if plugin is None else plugin.load
@@ -93,22 +126,24 @@ class LazyGroup(click.Group):
 def missing_extra(what: str, error: ImportError) -> MissingExtra:
     """Return the one sentence for a package that is not installed."""
     package = (error.name or "").partition(".")[0]
-    extras = {
-        "starlette": "server",
-        "hypercorn": "server",
-        "prometheus_client": "server",
-        "jax": "jax",
-        "flax": "jax",
-        "optax": "jax",
-        "safetensors": "jax",
-        "tokenizers": "jax",
-        "llguidance": "jax",
-        "openenv": "examples",
-    }
-    extra = extras.get(package, "all")
+    extra = EXTRAS.get(package, "all")
     return MissingExtra(
         f"{what} needs {package or 'a package'}, which is not installed",
         hint=f"pip install 'kiln-openenv[{extra}]'",
+    )
+
+
+def _unavailable(name: str, missing: MissingExtra) -> click.Command:
+    def refuse(arguments: tuple[str, ...]) -> NoReturn:
+        raise missing
+
+    return click.Command(
+        name,
+        callback=refuse,
+        params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+        short_help=f"Not available: {missing.message}.",
+        add_help_option=False,
+        context_settings={"ignore_unknown_options": True},
     )
 
 
@@ -118,10 +153,16 @@ CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 96
 @click.group(
     cls=LazyGroup,
     lazy={
-        "adapters": "kiln_cli.adapters:adapters",
-        "health": "kiln_cli.health:health",
-        "openenv": "kiln_cli.main:openenv",
-        "train": "kiln_cli.jobs:train",
+        "adapters": (
+            "kiln_cli.adapters:adapters",
+            "List, load and unload LoRA adapters.",
+        ),
+        "health": ("kiln_cli.health:health", "Say whether a server is ready."),
+        "openenv": (
+            "kiln_cli.main:openenv",
+            "Collect, verify, replay, train and evaluate.",
+        ),
+        "train": ("kiln_cli.jobs:train", "Look at training jobs."),
     },
     plugins="kiln.commands",
     context_settings=CONTEXT,
@@ -140,12 +181,27 @@ def kiln() -> None:
 @click.group(
     cls=LazyGroup,
     lazy={
-        "evaluate": "kiln_cli.evaluate:evaluate",
-        "inspect": "kiln_cli.inspect:inspect",
-        "replay": "kiln_cli.replay:replay",
-        "rollout": "kiln_cli.rollout:rollout",
-        "train": "kiln_cli.train:train",
-        "verify": "kiln_cli.verify:verify",
+        "evaluate": (
+            "kiln_cli.evaluate:evaluate",
+            "Compare two policies on the same held-out seeds.",
+        ),
+        "inspect": (
+            "kiln_cli.inspect:inspect",
+            "Show identity, schemas and digests of environments.",
+        ),
+        "replay": (
+            "kiln_cli.replay:replay",
+            "Replay a bundle against its live environments.",
+        ),
+        "rollout": (
+            "kiln_cli.rollout:rollout",
+            "Collect groups of rollouts and publish them as a bundle.",
+        ),
+        "train": (
+            "kiln_cli.train:train",
+            "Collect a bundle and train an adapter on those bytes.",
+        ),
+        "verify": ("kiln_cli.verify:verify", "Verify a bundle offline."),
     },
 )
 def openenv() -> None:
@@ -155,48 +211,130 @@ def openenv() -> None:
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    as_json = "--json" in arguments
-    try:
-        code = kiln.main(arguments, prog_name="kiln", standalone_mode=False)
-    except click.exceptions.Exit as stop:
-        code = stop.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        code = INTERRUPTED
-    except click.ClickException as error:
-        code = _usage(error, as_json=as_json)
-    except KilnError as error:
-        code = _report(error, as_json=as_json)
-    except BrokenPipeError:
-        sys.stderr.close()
-        code = 2
-    except Exception as error:
-        # the boundary of the program: people get a sentence, never a traceback
-        if os.environ.get("KILN_DEBUG"):
-            raise
-        code = _report(
-            KilnError(
-                f"kiln failed unexpectedly: {type(error).__name__}: {error}",
-                hint="set KILN_DEBUG=1 for the traceback, and please report it",
-            ),
-            as_json=as_json,
-        )
-    sys.exit(code if isinstance(code, int) else 0)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    command = _CommandLine(arguments)
+    with command.signals():
+        code = command.run()
+        code = command.flushed(code)
+    sys.exit(code)
 
 
-def _usage(error: click.ClickException, *, as_json: bool) -> int:
+class _CommandLine:
+    """One run of the program: its arguments, and what ended it."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.arguments = arguments
+        self.as_json = "--json" in arguments
+        self.signal = int(signal.SIGINT)
+
+    def run(self) -> int:
+        """Run it and return the exit code; every failure becomes one sentence."""
+        try:
+            code = kiln.main(self.arguments, prog_name="kiln", standalone_mode=False)
+        except SystemExit as stop:
+            # click ends the program, with 1, when nobody reads its output any more
+            return UNFINISHED if stop.code else 0
+        except (click.Abort, KeyboardInterrupt) as stop:
+            return self._interrupted(stop)
+        except click.exceptions.NoArgsIsHelpError as error:
+            return self._no_command(error)
+        except click.ClickException as error:
+            return self._report(_usage(error))
+        except KilnError as error:
+            return self._report(error)
+        except ImportError as error:
+            return self._report(missing_extra(f"kiln {self._command}", error))
+        except Exception as error:
+            # the boundary of the program: people get a sentence, never a traceback
+            if os.environ.get("KILN_DEBUG"):
+                raise
+            return self._report(_unexpected(error))
+        return code if isinstance(code, int) else 0
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Let a request to terminate act like Ctrl-C."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+        for number, handler in before.items():
+            if handler is signal.SIG_DFL:
+                signal.signal(number, self._terminate)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if signal.getsignal(number) == self._terminate:
+                    signal.signal(number, handler)
+
+    def flushed(self, code: int) -> int:
+        """Write out what is buffered; return the exit code."""
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                if stream is not None:
+                    stream.flush()
+            except (OSError, ValueError):
+                # Nothing can be told there; without a place to go, the interpreter
+                # would complain about it once more when it ends.
+                with suppress(OSError, ValueError):
+                    null = os.open(os.devnull, os.O_WRONLY)
+                    os.dup2(null, stream.fileno())
+                code = code or UNFINISHED
+        return code
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            raise KeyboardInterrupt
+        handler(signal.SIGINT, frame)
+
+    def _interrupted(self, stop: BaseException) -> int:
+        hint, details = "", {}
+        if isinstance(stop, Interrupted):
+            hint, details = stop.hint, stop.details
+        error = KilnError("interrupted", hint=hint, **details)
+        self._tell(error, code="interrupted")
+        return FROM_SIGNAL + self.signal
+
+    def _no_command(self, error: click.UsageError) -> int:
+        if self.as_json:
+            return self._report(UsageError("a command is missing"))
+        note(error.format_message())
+        return UNFINISHED
+
+    def _report(self, error: KilnError) -> int:
+        self._tell(error)
+        return exit_code(type(error))
+
+    def _tell(self, error: KilnError, code: str | None = None) -> None:
+        if self.as_json:
+            told = error.document()
+            told["error"]["code"] = code or error.code
+            with suppress(OSError):
+                document(told)
+            return
+        note(error.message if code else f"Error: {error.message}")
+        if error.hint:
+            note(f"Hint: {error.hint}")
+
+    @property
+    def _command(self) -> str:
+        words = (word for word in self.arguments if not word.startswith("-"))
+        return next(words, "")
+
+
+def _usage(error: click.ClickException) -> UsageError:
     context = getattr(error, "ctx", None)
     hint = "" if context is None else f"see '{context.command_path} --help'"
-    return _report(UsageError(error.format_message(), hint=hint), as_json=as_json)
+    return UsageError(error.format_message().replace("\n", " "), hint=hint)
 
 
-def _report(error: KilnError, *, as_json: bool) -> int:
-    if as_json:
-        from kiln_core.canonical import compact
-
-        click.echo(compact(error.document()).decode())
-    else:
-        click.echo(f"Error: {error.message}", err=True)
-        if error.hint:
-            click.echo(f"Hint: {error.hint}", err=True)
-    return exit_code(type(error))
+def _unexpected(error: Exception) -> KilnError:
+    return KilnError(
+        f"kiln failed unexpectedly: {type(error).__name__}: {error}",
+        hint="set KILN_DEBUG=1 for the traceback, and please report it",
+    )

@@ -27,6 +27,7 @@ __all__ = [
     "plan_options",
     "seed_option",
     "server_options",
+    "trace_option",
 ]
 
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
@@ -142,7 +143,11 @@ collection_options = _stacked(
         "'-' for none.",
     ),
     click.option("--unguided", is_flag=True, help="Do not guide decoding by schema."),
-    click.option("--no-trace", is_flag=True, help="Do not keep token ids."),
+)
+trace_option = click.option(
+    "--no-trace",
+    is_flag=True,
+    help="Do not keep token ids; nothing can be trained on such a bundle.",
 )
 
 output_options = _stacked(
@@ -192,12 +197,32 @@ bundle_options = _stacked(
 
 
 def bundle_paths(flags: dict[str, Any]) -> BundlePaths:
-    """Return the output paths of a collection."""
+    """Return the output paths of a collection.
+
+    Raises:
+        UsageError: The summary could not record one.
+    """
     return BundlePaths(
-        dataset=flags["output"],
-        replay=flags["replay_output"],
-        summary=flags["summary_output"],
+        dataset=recordable(flags["output"]),
+        replay=recordable(flags["replay_output"]),
+        summary=recordable(flags["summary_output"]),
     )
+
+
+def recordable(path: Path) -> Path:
+    """Return a path that JSON can hold.
+
+    Raises:
+        UsageError: Its name is not UTF-8.
+    """
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(
+            f"path {str(path)!r} is not UTF-8, so no summary can name it",
+            hint="choose another path",
+        ) from error
+    return path
 
 
 def controls_of(flags: dict[str, Any]) -> CollectionControls:

@@ -1,10 +1,14 @@
-"""Output: one JSON document on stdout, or text for people; progress on stderr."""
+"""Output: one JSON document on stdout, or text for people; progress on stderr.
+
+Text of environments and servers is hostile: what a terminal would obey is shown
+escaped. Progress never stops the work it tells of.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import click
@@ -12,27 +16,51 @@ import click
 from kiln_core.canonical import compact
 from kiln_core.ports import Observer, Silent
 
-__all__ = ["document", "facts", "note", "progress"]
+__all__ = ["Interrupted", "document", "facts", "note", "plain", "progress", "say"]
 
 PLAIN_STEPS = 10
 """Plain progress says where it stands this many times."""
 
 
+class Interrupted(click.Abort):
+    """Ctrl-C at a moment when something goes on without us."""
+
+    def __init__(self, hint: str, **details: str) -> None:
+        super().__init__()
+        self.hint = hint
+        self.details = details
+
+
 def document(record: Any) -> None:
-    """Print the one JSON document of a command."""
-    click.echo(compact(record).decode())
+    """Print the one JSON document of a command, UTF-8 whatever the locale."""
+    click.echo(compact(record))
+
+
+def say(text: str) -> None:
+    """Print a line for people."""
+    click.echo(plain(text))
 
 
 def facts(rows: list[tuple[str, object]]) -> None:
     """Print named facts, aligned."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        click.echo(f"{name.ljust(width)}  {value}")
+        text = str(value).replace("\n", "\\n")
+        say(f"{name.ljust(width)}  {text}")
 
 
 def note(text: str) -> None:
-    """Tell a person something on stderr."""
-    click.echo(text, err=True)
+    """Tell a person something on stderr, if anybody is there."""
+    with suppress(OSError, ValueError):
+        click.echo(plain(text), err=True)
+
+
+def plain(text: str) -> str:
+    """Return text without anything a terminal obeys, line feeds excepted."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else ascii(char)[1:-1]
+        for char in text
+    )
 
 
 class PlainProgress:
@@ -49,16 +77,23 @@ class PlainProgress:
 
     def rollout(self, completed: int, total: int, episode_return: float) -> None:
         """Say where it stands, a few times."""
-        share = completed * PLAIN_STEPS // max(total, 1)
-        if share > self._told or completed == total:
-            self._told = share
-            note(f"  {completed}/{total} rollouts, last return {episode_return:g}")
+        self._tell(completed, total, f"rollouts, last return {episode_return:g}")
+
+    def step(self, completed: int, total: int, loss: float) -> None:
+        """Say where training stands, a few times."""
+        self._tell(completed, total, f"steps, loss {loss:.4f}")
 
     def warning(self, text: str) -> None:
         """Print a warning, once."""
         if text not in self._warned:
             self._warned.add(text)
             note(f"Warning: {text}")
+
+    def _tell(self, completed: int, total: int, what: str) -> None:
+        share = completed * PLAIN_STEPS // max(total, 1)
+        if share > self._told:
+            self._told = share
+            note(f"  {completed}/{total} {what}")
 
 
 class BarProgress:
@@ -76,13 +111,23 @@ class BarProgress:
 
     def rollout(self, completed: int, total: int, episode_return: float) -> None:
         """Move the bar."""
-        self._bars.update(self._task, completed=completed, total=total)
+        self._move(completed, total)
+
+    def step(self, completed: int, total: int, loss: float) -> None:
+        """Move the bar."""
+        self._move(completed, total)
 
     def warning(self, text: str) -> None:
         """Print a warning above the bar, once."""
         if text not in self._warned:
             self._warned.add(text)
-            self._bars.console.print(f"Warning: {text}", style="yellow", markup=False)
+            shown = plain(f"Warning: {text}")
+            self._bars.console.print(shown, style="yellow", markup=False)
+
+    def _move(self, completed: int, total: int) -> None:
+        if self._task is None:
+            self.phase("working")
+        self._bars.update(self._task, completed=completed, total=total)
 
     def _finish(self) -> None:
         if self._task is not None:
@@ -92,7 +137,7 @@ class BarProgress:
 @contextmanager
 def progress(*, as_json: bool) -> Iterator[Observer]:
     """Open the progress display that fits where stderr goes."""
-    if as_json:
+    if as_json or sys.stderr is None:
         yield Silent()
     elif not sys.stderr.isatty():
         yield PlainProgress()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kiln_cli.options import bundle_options, json_option, tokens_of
-from kiln_cli.render import document, facts, note, progress
+from kiln_cli.render import document, facts, note, progress, say
 from kiln_core.canonical import pretty
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _show(outcome: ReplayOutcome) -> None:
     report = outcome.report
     if report is None:
         note(f"exempt: {', '.join(outcome.ignored_pointers)}")
-        click.echo("No drift outside the exempt places.")
+        say("No drift outside the exempt places.")
         return
     facts(
         [
@@ -117,4 +117,4 @@ def _show(outcome: ReplayOutcome) -> None:
             ("prefix only", report.environment_prefix_only_rollouts),
         ]
     )
-    click.echo("The live environments behave exactly as recorded.")
+    say("The live environments behave exactly as recorded.")

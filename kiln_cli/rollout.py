@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import TYPE_CHECKING, Any
 
 import click
+from msgspec import UnsetType
 
 from kiln_cli.options import (
     bundle_paths,
@@ -20,8 +22,9 @@ from kiln_cli.options import (
     server_options,
     templates_of,
     tokens_of,
+    trace_option,
 )
-from kiln_cli.render import document, facts, progress
+from kiln_cli.render import document, facts, progress, say
 from kiln_core.contract import OpenEnvTrainingContract, base_or_adapter
 from kiln_core.plan import check_controls
 
@@ -48,19 +51,19 @@ Examples:
 @seed_option
 @plan_options(groups=8, group_size=4)
 @collection_options
+@trace_option
 @output_options
 @json_option
 def rollout(*, as_json: bool, **flags: Any) -> None:
     """Collect groups of rollouts and publish them as a bundle of three files."""
     import anyio
 
-    from kiln_core.drive.files import check_outputs, publish_bundle
+    from kiln_core.drive.files import check_outputs
 
     request = collection_request(flags, bundle_paths(flags), flags["adapter"])
     check_outputs(request.paths, force=flags["force"])
     with progress(as_json=as_json) as observer:
-        bundle = anyio.run(collect_bundle, flags["url"], request, observer)
-        publish_bundle(bundle, request.paths, force=flags["force"])
+        bundle = anyio.run(_rollout, flags, request, observer)
     if as_json:
         document(bundle.summary)
         return
@@ -102,10 +105,21 @@ def collection_request(
         reset_templates=tuple(templates_of(flags, len(urls))),
         adapter=base_or_adapter(adapter),
         guided=not flags["unguided"],
-        keep_tokens=not flags["no_trace"],
+        keep_tokens=not flags.get("no_trace", False),
         paths=paths,
         training_contract=contract,
     )
+
+
+async def _rollout(
+    flags: dict[str, Any], request: CollectionRequest, observer: Observer
+) -> Bundle:
+    """Collect and publish; an interrupt waits while the files are written."""
+    from kiln_core.drive.files import publish_bundle
+
+    bundle = await collect_bundle(flags["url"], request, observer)
+    publish_bundle(bundle, request.paths, force=flags["force"])
+    return bundle
 
 
 async def collect_bundle(
@@ -138,14 +152,8 @@ def show_bundle(summary: OpenEnvRolloutSummary) -> None:
     )
     facts(
         [
-            (
-                "environments",
-                ", ".join(urls),
-            ),
-            (
-                "policy",
-                f"{policy.served_model_id}, {summary.adapter_label}",
-            ),
+            ("environments", ", ".join(urls)),
+            ("policy", f"{policy.served_model_id}, {summary.adapter_label}"),
             ("rollouts", f"{summary.rollout_count} in {summary.groups} groups"),
             (
                 "mean return",
@@ -156,6 +164,16 @@ def show_bundle(summary: OpenEnvRolloutSummary) -> None:
             ("dataset", f"{summary.output_path} {summary.dataset_sha256}"),
             ("replay", f"{summary.replay_output_path} {summary.replay_sha256}"),
             ("summary", summary.summary_output_path),
+            *_selected(summary),
         ]
     )
-    click.echo(f"Check it: kiln openenv verify --summary {summary.summary_output_path}")
+    path = shlex.quote(summary.summary_output_path)
+    say(f"Check it: kiln openenv verify --summary {path}")
+
+
+def _selected(summary: OpenEnvRolloutSummary) -> list[tuple[str, object]]:
+    selection = summary.training_selection
+    if isinstance(selection, UnsetType):
+        return []
+    chosen = f"{selection.rollouts_submitted} in {selection.groups_submitted} groups"
+    return [("trainable", chosen)]

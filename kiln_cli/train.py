@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 import msgspec
 
-from kiln_cli.jobs import require_success
+from kiln_cli.jobs import follow_job, require_success
 from kiln_cli.options import (
     ON_OFF,
     bundle_paths,
@@ -21,7 +24,7 @@ from kiln_cli.options import (
     seed_option,
     server_options,
 )
-from kiln_cli.render import document, note, progress
+from kiln_cli.render import Interrupted, document, note, progress, say
 from kiln_cli.rollout import (
     collect_bundle,
     collection_request,
@@ -29,7 +32,7 @@ from kiln_cli.rollout import (
     show_bundle,
 )
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, convert_record, pretty
+from kiln_core.canonical import JsonValue, pretty
 from kiln_core.contract import (
     OpenEnvTrainingContract,
     PreflightReceipt,
@@ -39,8 +42,8 @@ from kiln_core.contract import (
     read_training_config,
 )
 from kiln_core.dataset import read_groups
-from kiln_core.errors import UsageError
-from kiln_core.grpo import GrpoConfig
+from kiln_core.errors import KilnError, UsageError
+from kiln_core.grpo import MAX_LORA_RANK, GrpoConfig
 from kiln_core.records import AgenticGroup
 from kiln_core.selection import TrainingSelector
 from kiln_core.training import GrpoRequest, TrainingJobDetail, TrainingResponse
@@ -51,9 +54,15 @@ if TYPE_CHECKING:
     from kiln_core.drive.server import ServerClient
     from kiln_core.ports import Observer
 
-__all__ = ["follow_job", "train", "training_config"]
+__all__ = ["train", "training_config"]
 
-POLL_SECONDS = 0.5
+FORCED: Final = {
+    "output_name": "--output-adapter",
+    "base_adapter": "--adapter",
+    "auto_load": "--auto-load",
+    "behavior_policy": "the contract",
+}
+"""Fields of a configuration that are not the file's to choose, and who chooses."""
 
 
 @click.command(
@@ -68,7 +77,11 @@ Examples:
 @server_options
 @click.option("--adapter", default="base", show_default=True, help="Who acts.")
 @click.option("--output-adapter", required=True, help="Name of the trained adapter.")
-@click.option("--lora-rank", type=int, help="LoRA rank; alpha is twice that.")
+@click.option(
+    "--lora-rank",
+    type=click.IntRange(1, MAX_LORA_RANK),
+    help="LoRA rank; alpha is twice that unless the file says otherwise.",
+)
 @click.option(
     "--training-config",
     type=click.Path(path_type=Path),
@@ -98,17 +111,60 @@ def train(*, as_json: bool, **flags: Any) -> None:
     from kiln_core.drive.files import check_outputs
 
     preflight = _preflight_request(flags)
-    materialize_config(preflight)
+    config = materialize_config(preflight)
     request = collection_request(flags, bundle_paths(flags), flags["adapter"])
+    _check_trainable(request)
     check_outputs(request.paths, force=flags["force"])
-    with progress(as_json=as_json) as observer:
-        bundle, job = anyio.run(_train, flags, preflight, request, observer)
-    if as_json:
-        document({"summary": bundle.summary, "job": job})
-    else:
+    left = _LeftBehind()
+    with left.told(as_json=as_json), progress(as_json=as_json) as observer:
+        for warning in _overruled(preflight.training_config, config):
+            observer.warning(warning)
+        bundle, job = anyio.run(_train, flags, preflight, request, observer, left)
+    if not as_json:
         _show(bundle, job)
     if job is not None:
-        require_success(job)
+        require_success(job, **left.details())
+    if as_json:
+        document({"summary": bundle.summary, "job": job})
+
+
+class _LeftBehind:
+    """What stays when a run is interrupted or fails."""
+
+    summary: str | None = None
+    job_id: str | None = None
+
+    def details(self) -> dict[str, str]:
+        """Return it as facts of an error."""
+        facts = {"summary": self.summary, "job_id": self.job_id}
+        return {name: value for name, value in facts.items() if value is not None}
+
+    def hint(self) -> str:
+        """Return what to do with it."""
+        if self.job_id is not None:
+            follow = f"kiln train status --job-id {self.job_id} --follow"
+            return f"the bundle is published, and the training job goes on: {follow}"
+        if self.summary is not None:
+            return f"the bundle is published: {self.summary}"
+        return ""
+
+    @contextmanager
+    def told(self, *, as_json: bool) -> Iterator[None]:
+        """Tell of it however the run ends.
+
+        Raises:
+            Interrupted: By Ctrl-C.
+            KilnError: It failed.
+        """
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(self.hint(), **self.details()) from None
+        except KilnError as error:
+            error.details.update(self.details())
+            if self.summary is not None and not as_json:
+                note(self.hint())
+            raise
 
 
 def training_config(path: Path | None, lora_rank: int | None) -> GrpoConfig:
@@ -127,24 +183,21 @@ def training_config(path: Path | None, lora_rank: int | None) -> GrpoConfig:
     return read_training_config(values)
 
 
-async def follow_job(server: ServerClient, job_id: str, observer: Observer) -> Any:
-    """Poll a job until it is finished.
-
-    Raises:
-        KilnError: The server failed.
-    """
-    import anyio
-
-    while True:
-        detail = convert_record(
-            await server.get(f"/v1/train/jobs/{job_id}"), TrainingJobDetail, "job"
+def _check_trainable(request: CollectionRequest) -> None:
+    if request.controls.temperature == 0:
+        raise UsageError(
+            "nothing can be learnt from rollouts at temperature 0",
+            hint="collect at a temperature above 0",
         )
-        if detail.steps:
-            loss = detail.status.current_loss or 0.0
-            observer.rollout(detail.step, detail.steps, loss)
-        if detail.status.finished_unix_ms is not None:
-            return detail
-        await anyio.sleep(POLL_SECONDS)
+
+
+def _overruled(given: GrpoConfig, effective: GrpoConfig) -> Iterator[str]:
+    """Yield a warning per field of a file that something else decides."""
+    default = GrpoConfig()
+    for name, who in FORCED.items():
+        chosen = getattr(given, name)
+        if chosen not in {getattr(default, name), getattr(effective, name)}:
+            yield f"{name} of the training configuration is ignored: {who} decides"
 
 
 def _preflight_request(flags: dict[str, Any]) -> PreflightRequest:
@@ -161,6 +214,7 @@ async def _train(
     preflight: PreflightRequest,
     request: CollectionRequest,
     observer: Observer,
+    left: _LeftBehind,
 ) -> tuple[Bundle, TrainingJobDetail | None]:
     from kiln_core.drive.files import publish_bundle
     from kiln_core.drive.server import server_client
@@ -171,23 +225,26 @@ async def _train(
         request = msgspec.structs.replace(request, training_contract=contract)
         bundle = await collect_bundle(flags["url"], request, observer)
         publish_bundle(bundle, request.paths, force=flags["force"])
+        left.summary = str(request.paths.summary)
         groups = _selected(bundle, contract)
         if not groups:
             return bundle, None
         observer.phase("training")
-        bundle = await _submit(server, bundle, contract, groups, request)
-        submission = bundle.summary.training_submission
-        assert isinstance(submission, dict)  # noqa: S101 - set by _submit
-        job = await follow_job(server, str(submission["job_id"]), observer)
+        response = await _submit(server, contract, groups)
+        left.job_id = response.job_id
+        bundle = _record(bundle, response, request)
+        job = await follow_job(server, response.job_id, observer)
     return bundle, job
 
 
 async def _admitted(
     server: ServerClient, preflight: PreflightRequest
 ) -> OpenEnvTrainingContract:
+    from kiln_core.drive.server import typed
+
     answer = await server.post("/v1/openenv/training/preflight", preflight)
     return check_preflight(
-        preflight, convert_record(answer, PreflightReceipt, "preflight receipt")
+        preflight, typed(answer, PreflightReceipt, "preflight receipt")
     )
 
 
@@ -200,14 +257,9 @@ def _selected(bundle: Bundle, contract: OpenEnvTrainingContract) -> list[Agentic
 
 
 async def _submit(
-    server: ServerClient,
-    bundle: Bundle,
-    contract: OpenEnvTrainingContract,
-    groups: list[AgenticGroup],
-    request: CollectionRequest,
-) -> Bundle:
-    """Submit the selected groups and write the submission into the summary."""
-    from kiln_core.drive.files import replace_file
+    server: ServerClient, contract: OpenEnvTrainingContract, groups: list[AgenticGroup]
+) -> TrainingResponse:
+    from kiln_core.drive.server import typed
 
     answer = await server.post(
         "/v1/train/grpo",
@@ -217,7 +269,15 @@ async def _submit(
             post_eval=contract.post_eval,
         ),
     )
-    response = convert_record(answer, TrainingResponse, "training response")
+    return typed(answer, TrainingResponse, "training response")
+
+
+def _record(
+    bundle: Bundle, response: TrainingResponse, request: CollectionRequest
+) -> Bundle:
+    """Write the submission into the summary."""
+    from kiln_core.drive.files import replace_file
+
     summary = msgspec.structs.replace(
         bundle.summary, training_submission=msgspec.to_builtins(response)
     )
@@ -232,11 +292,22 @@ def _show(bundle: Bundle, job: TrainingJobDetail | None) -> None:
         for warning in selection.warnings or []:
             note(f"Warning: {warning}")
     if job is None:
-        click.echo("Nothing was trained, and no adapter was made.")
+        say("Nothing was trained, and no adapter was made.")
         return
-    if job.status.state == "completed":
-        loaded = "served now" if job.loaded else "not served yet"
-        click.echo(
-            f"Adapter {job.status.adapter_name}: {job.step} steps, "
-            f"{job.adapter_sha256}, {loaded}"
-        )
+    for warning in job.warnings:
+        note(f"Warning: {warning}")
+    if job.status.state != "completed":
+        return
+    loaded = "served now" if job.loaded else "not served yet"
+    say(
+        f"Adapter {job.status.adapter_name}: {job.step} steps, "
+        f"{job.adapter_sha256}, {loaded}"
+    )
+    if job.status.error is not None:
+        note(f"Warning: {job.status.error}")
+    url = bundle.summary.environments[0].identity.base_url
+    path = shlex.quote(bundle.summary.summary_output_path)
+    say(
+        f"Prove it: kiln openenv evaluate --environment {url} "
+        f"--candidate {job.status.adapter_name} --held-out-from {path}"
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from kiln_cli.options import bundle_options, json_option
-from kiln_cli.render import document, facts
+from kiln_cli.render import document, facts, say
 from kiln_core.receipt import VERIFICATION_SCHEMA, VerificationReport
 
 __all__ = ["verify"]
@@ -50,7 +50,7 @@ def verify(
         document(report)
         return
     for name, _ in CHECKS:
-        click.echo(f"ok  {name}")
+        say(f"ok  {name}")
     facts(
         [
             ("dataset", f"{report.dataset_path} {report.dataset_sha256}"),
@@ -61,7 +61,7 @@ def verify(
             ("collected again", verified.retried_rollouts),
         ]
     )
-    click.echo(
+    say(
         "The bundle verifies. Nothing was contacted: this says nothing about the "
         "environment as it is now."
     )

@@ -1,19 +1,24 @@
-"""Reading request bodies: bounded, strict, typed."""
+"""Reading request bodies: bounded, strict, typed, and off the event loop when large."""
 
 from __future__ import annotations
 
 from typing import TypeVar
 
 import msgspec
+from anyio import to_thread
 from starlette.requests import Request
 
 from kiln_core import limits
-from kiln_core.canonical import read_json, split_path
+from kiln_core.canonical import printable, read_json, split_path
 from kiln_core.errors import LimitError, UsageError
 
 __all__ = ["MAX_BODY_BYTES", "read_body"]
 
 MAX_BODY_BYTES = 1 * limits.MIB
+SMALL_BYTES = 64 * limits.KIB
+"""Decoded where it is read; more would keep other requests waiting."""
+DRAINED_BYTES = 16 * limits.MIB
+"""How much of a body that is too large is taken, so that its sender hears why."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -33,15 +38,30 @@ async def read_body(
         UsageError: It is not such a request; the message names the member.
     """
     body = bytearray()
+    size = 0
     async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            raise LimitError(f"a body of this route is at most {limit_bytes} bytes")
-    value = read_json(bytes(body), "the request body")
+        size += len(chunk)
+        if size <= limit_bytes:
+            body += chunk
+        elif size > limit_bytes + DRAINED_BYTES:
+            break
+    if size > limit_bytes:
+        raise LimitError(
+            f"a body of {request.url.path} is at most {limit_bytes} bytes",
+            limit_bytes=limit_bytes,
+        )
+    if size <= SMALL_BYTES:
+        return _decoded(bytes(body), body_type)
+    return await to_thread.run_sync(_decoded, bytes(body), body_type)
+
+
+def _decoded(body: bytes, body_type: type[T]) -> T:
+    value = read_json(body, "the request body")
     try:
         return msgspec.convert(value, body_type)
     except msgspec.ValidationError as error:
         reason, pointer = split_path(str(error))
         raise UsageError(
-            f"invalid request at {pointer or 'its root'}: {reason}", pointer=pointer
+            f"invalid request at {pointer or 'its root'}: {printable(reason)}",
+            pointer=pointer,
         ) from error

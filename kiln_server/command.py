@@ -32,7 +32,10 @@ Examples:
     help="Serve only, train only, or both.  [default: experimental]",
 )
 @click.option("--engine", help="Which installed engine runs the model.  [default: jax]")
-def serve(**flags: Any) -> None:
+@click.option(
+    "--json", "as_json", is_flag=True, help="Announce the address as a JSON document."
+)
+def serve(*, as_json: bool, **flags: Any) -> None:
     """Serve a model: chat, adapters and training.
 
     Every flag has an environment variable: KILN_MODEL_PATH, KILN_ADAPTER_DIR,
@@ -40,4 +43,4 @@ def serve(**flags: Any) -> None:
     """
     from kiln_server.serve import run
 
-    run(flags)
+    run(flags, as_json=as_json)

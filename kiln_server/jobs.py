@@ -7,6 +7,7 @@ Jobs live in memory, bounded; the oldest finished ones are forgotten first.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import uuid
@@ -25,9 +26,11 @@ from kiln_core.errors import (
     CapacityFull,
     Conflict,
     KilnError,
+    TrainingError,
     UsageError,
 )
 from kiln_core.grpo import effective_seed
+from kiln_core.records import AgenticGroup
 from kiln_core.training import (
     GrpoRequest,
     LossPoint,
@@ -48,7 +51,8 @@ class _Job:
     """One job and how far it is."""
 
     def __init__(self, request: GrpoRequest, detail: TrainingJobDetail) -> None:
-        self.request = request
+        self.groups: tuple[AgenticGroup, ...] = tuple(request.groups)
+        """Let go when it is finished: a corpus may be large, and 128 are tracked."""
         self.detail = detail
         self.cancelled = threading.Event()
 
@@ -57,6 +61,14 @@ class _Job:
 
     def update_status(self, **changes: object) -> None:
         self.update(status=msgspec.structs.replace(self.detail.status, **changes))
+
+    @property
+    def finished(self) -> bool:
+        return self.detail.status.finished_unix_ms is not None
+
+    def finish(self, **changes: object) -> None:
+        self.groups = ()
+        self.update_status(**changes, finished_unix_ms=_now_ms())
 
 
 class TrainingQueueService:
@@ -106,9 +118,17 @@ class TrainingQueueService:
     @property
     def tracked(self) -> int:
         """Jobs remembered that count against the bound: those not finished."""
-        return sum(
-            job.detail.status.finished_unix_ms is None for job in self._jobs.values()
-        )
+        with self._changed:
+            return sum(not job.finished for job in self._jobs.values())
+
+    def require_open(self) -> None:
+        """Refuse new jobs once the server is stopping.
+
+        Raises:
+            CapacityFull: It is.
+        """
+        if self._stopping:
+            raise CapacityFull("the server is stopping")
 
     def submit(
         self, request: GrpoRequest, data: TrainingDataProvenance
@@ -125,13 +145,12 @@ class TrainingQueueService:
         """
         name = str(request.config.output_name)
         with self._changed:
-            if self._stopping:
-                raise CapacityFull("the server is stopping")
+            self.require_open()
             if len(self._waiting) >= self.max_queued:
                 raise CapacityFull("the training queue is full")
             for other in self._jobs.values():
                 status = other.detail.status
-                if status.adapter_name == name and status.finished_unix_ms is None:
+                if status.adapter_name == name and not other.finished:
                     raise Conflict(f"job {status.job_id} is training adapter {name}")
             self._forget_oldest()
             job = _Job(request, _new_detail(request, data, name))
@@ -162,7 +181,7 @@ class TrainingQueueService:
         """
         job = self._job(job_id)
         with self._changed:
-            if job.detail.status.finished_unix_ms is not None:
+            if job.finished:
                 raise Conflict(f"job {job_id} is finished")
             job.cancelled.set()
             if job in self._waiting:
@@ -179,11 +198,7 @@ class TrainingQueueService:
 
     def _forget_oldest(self) -> None:
         while len(self._jobs) >= self.max_tracked:
-            finished = [
-                job_id
-                for job_id, job in self._jobs.items()
-                if job.detail.status.finished_unix_ms is not None
-            ]
+            finished = [job_id for job_id, job in self._jobs.items() if job.finished]
             if not finished:
                 raise CapacityFull("too many unfinished training jobs")
             del self._jobs[finished[0]]
@@ -222,12 +237,12 @@ class TrainingQueueService:
         return self.engine.train(
             TrainingJob(
                 job_id=status.job_id,
-                groups=tuple(job.request.groups),
+                groups=job.groups,
                 corpus_sha256=data.admitted_corpus_sha256,
                 lineage=data.openenv or None,
                 data_source=data.source,
                 config=msgspec.structs.replace(
-                    job.request.config, seed=int(status.effective_seed)
+                    job.detail.config, seed=int(status.effective_seed)
                 ),
             ),
             lambda progress: self._report(job, progress),
@@ -235,6 +250,17 @@ class TrainingQueueService:
         )
 
     def _report(self, job: _Job, progress: TrainingProgress) -> None:
+        """Note a step.
+
+        Raises:
+            TrainingError: The training diverged.
+        """
+        measured = (progress.loss, progress.mean_reward, progress.logprob_agreement)
+        if not all(map(math.isfinite, measured)):
+            raise TrainingError(
+                f"step {progress.step} gave no finite loss",
+                hint="lower learning_rate",
+            )
         status = job.detail.status
         elapsed = (_now_ms() - (status.started_at or 0)) / 1000
         fraction = progress.step / max(progress.steps, 1)
@@ -258,7 +284,7 @@ class TrainingQueueService:
 
     def _finish(self, job: _Job, outcome: TrainingOutcome) -> None:
         loaded = False
-        if job.request.config.auto_load:
+        if job.detail.auto_load:
             try:
                 loaded = self.engine.load_adapter(outcome.adapter_path.name).loaded
             except KilnError as error:
@@ -268,15 +294,16 @@ class TrainingQueueService:
             adapter_path=outcome.adapter_path.name,
             adapter_sha256=outcome.adapter_sha256,
             loaded=loaded,
+            warnings=list(outcome.warnings),
         )
-        job.update_status(state="completed", progress=1.0, finished_unix_ms=_now_ms())
         self.metrics.jobs.labels(type="grpo", status="completed").inc()
+        job.finish(state="completed", progress=1.0)
 
     def _finish_failed(self, job: _Job, message: str, status: str) -> None:
         if status == "cancelled" and "cancel" not in message:
             message = f"cancelled: {message}"
-        job.update_status(state="failed", error=message, finished_unix_ms=_now_ms())
         self.metrics.jobs.labels(type="grpo", status=status).inc()
+        job.finish(state="failed", error=message)
 
 
 def _new_detail(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from http import HTTPStatus
 from typing import Final
 
 from starlette.exceptions import HTTPException
@@ -13,7 +15,16 @@ from kiln_core import errors
 from kiln_core.canonical import compact
 from kiln_core.errors import KilnError
 
-__all__ = ["STATUSES", "answer", "problem", "refused", "status_of", "unexpected"]
+__all__ = [
+    "STATUSES",
+    "answer",
+    "disconnected",
+    "http_error",
+    "problem",
+    "refused",
+    "status_of",
+    "unexpected",
+]
 
 STATUSES: Final[dict[type[KilnError], int]] = {
     errors.KilnError: 500,
@@ -23,7 +34,8 @@ STATUSES: Final[dict[type[KilnError], int]] = {
     errors.EnvironmentFault: 502,
     errors.TransportError: 502,
     errors.DriftError: 409,
-    errors.LimitError: 400,
+    errors.LimitError: 413,
+    errors.ContextOverflow: 400,
     errors.PolicyError: 502,
     errors.AdmissionError: 409,
     errors.CapacityFull: 503,
@@ -31,6 +43,9 @@ STATUSES: Final[dict[type[KilnError], int]] = {
 }
 """HTTP status by error class; the nearest ancestor counts."""
 
+CODES: Final = {404: "not_found", 405: "method_not_allowed"}
+CLIENT_GONE: Final = 499
+"""Nobody reads it; logs of proxies know it as "client closed request"."""
 RETRY_AFTER_SECONDS: Final = 1
 
 log = logging.getLogger("kiln.server")
@@ -51,7 +66,7 @@ def problem(error: KilnError) -> Response:
     response = answer(error.document(), status_of(type(error)))
     if error.retryable:
         after = error.details.get("retry_after_seconds", RETRY_AFTER_SECONDS)
-        response.headers["Retry-After"] = str(after)
+        response.headers["Retry-After"] = str(math.ceil(after))
     return response
 
 
@@ -62,20 +77,28 @@ async def refused(request: Request, error: Exception) -> Response:
 
 
 async def http_error(request: Request, error: Exception) -> Response:
-    """Answer an unknown route or method in our own form."""
+    """Answer an unknown route, method or resource in our own form."""
     assert isinstance(error, HTTPException)  # noqa: S101 - registered for it
-    code = {404: "not_found", 405: "method_not_allowed"}.get(
-        error.status_code, "http_error"
-    )
+    message, hint = str(error.detail), ""
+    if message == HTTPStatus(error.status_code).phrase:
+        message = f"{request.method} {request.url.path}: {message}"
+        hint = "the routes are listed in docs/operations.md"
     document = {
         "error": {
-            "code": code,
-            "message": f"{request.method} {request.url.path}: {error.detail}",
-            "hint": "the routes are listed in docs/operations.md",
+            "code": CODES.get(error.status_code, "http_error"),
+            "message": message,
+            "hint": hint,
             "details": {},
         }
     }
-    return answer(document, error.status_code)
+    response = answer(document, error.status_code)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def disconnected(request: Request, error: Exception) -> Response:
+    """End a request whose client went away while it was being read."""
+    return Response(status_code=CLIENT_GONE)
 
 
 async def unexpected(request: Request, error: Exception) -> Response:

@@ -1,7 +1,8 @@
 """Running a server: Hypercorn around the application, with a clean end.
 
 The port is taken before the model is loaded, so a port in use is reported at once.
-SIGTERM and Ctrl-C stop accepting, fail what is queued, and end every thread.
+SIGTERM and Ctrl-C stop accepting, let requests finish for a moment, cancel what trains,
+and end every thread; the exit code is 0 then, at whatever moment they come.
 """
 
 from __future__ import annotations
@@ -11,38 +12,54 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
+from contextlib import closing, suppress
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from hypercorn.asyncio import serve as hypercorn_serve
 from hypercorn.config import Config
 
+from kiln_core.canonical import compact
 from kiln_core.engine import Engine, EngineSettings
 from kiln_core.errors import MissingExtra, OutputUnwritable, UsageError
 from kiln_server.app import create_app
 from kiln_server.settings import ServerSettings, settings_from
+from kiln_server.state import GRACEFUL_SECONDS, ServerState
 
-__all__ = ["create_engine", "listen", "run"]
+__all__ = ["create_engine", "listen", "run", "serve"]
 
-GRACEFUL_SECONDS = 5.0
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""They end a server; a hang-up does not where ``nohup`` says so."""
+UNFINISHED = 2
+"""Exit code when the engine could not be started."""
+END_SECONDS = 300.0
+"""Bound of cancelling a job and ending an engine: one step of each may be running."""
 
 
-def run(flags: Mapping[str, Any]) -> None:
+def run(flags: Mapping[str, Any], *, as_json: bool = False) -> None:
     """Serve until SIGTERM or Ctrl-C.
 
     Args:
         flags: Command-line flags by setting; None means "not given".
+        as_json: Whether the announcement is a JSON document.
+
+    Raises:
+        Exit: The engine could not be started, as the log has said.
     """
+    for number in _signals():
+        signal.signal(number, _leave)  # until the event loop has its own handlers
     settings = settings_from(os.environ, flags)
-    listener = listen(settings)
-    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    engine = create_engine(settings)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    click.echo(f"Kiln serves {engine.served_model_id} on http://{shown}:{port}")
-    asyncio.run(_run(settings, engine, listener))
+    with closing(listen(settings)) as listener:
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        engine = create_engine(settings)
+        state = ServerState(settings, engine)
+        _announce(state, listener, as_json=as_json)
+        asyncio.run(_until_signal(state, listener))
+    if state.failure is not None:
+        raise click.exceptions.Exit(UNFINISHED)
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -57,10 +74,11 @@ def listen(settings: ServerSettings) -> socket.socket:
     try:
         listener.bind((settings.host, settings.port))
         listener.listen(1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         listener.close()
+        reason = getattr(error, "strerror", None) or "the address is malformed"
         raise UsageError(
-            f"cannot serve on {settings.host}:{settings.port}: {error.strerror}",
+            f"cannot serve on {settings.host}:{settings.port}: {reason}",
             hint="choose another --port, or stop what uses it",
         ) from error
     listener.setblocking(False)  # noqa: FBT003 - the socket API
@@ -73,7 +91,7 @@ def create_engine(settings: ServerSettings) -> Engine:
     Raises:
         UsageError: There is no engine of that name.
         MissingExtra: It is not installed.
-        OutputUnwritable: The adapter directory cannot be made.
+        OutputUnwritable: The adapter directory cannot be made or written.
     """
     found = {entry.name: entry for entry in entry_points(group="kiln.engines")}
     if settings.engine not in found:
@@ -81,41 +99,115 @@ def create_engine(settings: ServerSettings) -> Engine:
             f"there is no engine {settings.engine!r}",
             hint=f"installed engines: {', '.join(sorted(found)) or 'none'}",
         )
+    _make_adapter_directory(settings)
+    wanted = EngineSettings(
+        model=settings.model,
+        served_model_id=settings.served_model_id,
+        adapter_dir=settings.adapter_dir,
+        compile_cache_dir=settings.compile_cache_dir,
+    )
     try:
-        factory = found[settings.engine].load()
+        engine: Engine = found[settings.engine].load()(wanted)
     except ImportError as error:
         raise MissingExtra(
             f"engine {settings.engine} needs {error.name}, which is not installed",
             hint=f"pip install 'kiln-openenv[{settings.engine}]'",
         ) from error
-    try:
-        settings.adapter_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputUnwritable(
-            f"adapter directory {settings.adapter_dir} cannot be made: {error.strerror}"
-        ) from error
-    engine: Engine = factory(
-        EngineSettings(
-            model=settings.model,
-            served_model_id=settings.served_model_id,
-            adapter_dir=settings.adapter_dir,
-            compile_cache_dir=settings.compile_cache_dir,
-        )
-    )
     return engine
 
 
-async def _run(
-    settings: ServerSettings, engine: Engine, listener: socket.socket
+async def serve(
+    state: ServerState, listener: socket.socket, stopping: asyncio.Event
 ) -> None:
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopping.set)
+    """Serve on a listening socket until an event is set.
+
+    Args:
+        state: Of a server that has not run yet.
+        listener: Its port; closed when no more connections are accepted.
+        stopping: Set to end.
+    """
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.graceful_timeout = GRACEFUL_SECONDS
+    config.shutdown_timeout = END_SECONDS
     config.accesslog = None
     config.errorlog = None
-    app: Any = create_app(settings, engine)
-    await hypercorn_serve(app, config, shutdown_trigger=stopping.wait)
+    app: Any = create_app(state)
+    serving = asyncio.create_task(
+        hypercorn_serve(app, config, shutdown_trigger=stopping.wait)
+    )
+    try:
+        told = [asyncio.create_task(e.wait()) for e in (stopping, state.failed)]
+        await _first(serving, *told)
+        stopping.set()
+        state.stop_serving()
+        # From Python 3.12 on, Hypercorn waits for the last connection without a bound
+        # before it ends the application, so that a client could keep us alive.
+        ending = asyncio.create_task(state.ending.wait())
+        await _first(serving, ending, timeout=2 * GRACEFUL_SECONDS)
+        if not state.ending.is_set():
+            serving.cancel()
+    finally:
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+async def _until_signal(state: ServerState, listener: socket.socket) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    ours = _signals()
+    for number in ours:
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        await serve(state, listener, stopping)
+    finally:
+        for number in ours:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)  # we are leaving already
+
+
+async def _first(*tasks: asyncio.Task[Any], timeout: float | None = None) -> None:  # noqa: ASYNC109 - of asyncio.wait
+    """Wait for the first of tasks; cancel those but the first that go on."""
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks[1:]:
+        task.cancel()
+
+
+def _make_adapter_directory(settings: ServerSettings) -> None:
+    folder = settings.adapter_dir
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputUnwritable(
+            f"adapter directory {folder} cannot be made: {error.strerror}"
+        ) from error
+    trains = settings.serving_profile != "stable"
+    if trains and not os.access(folder, os.W_OK | os.X_OK):
+        raise OutputUnwritable(
+            f"adapter directory {folder} is not writable",
+            hint="choose another --adapter-dir, or serve with --serving-profile stable",
+        )
+
+
+def _announce(state: ServerState, listener: socket.socket, *, as_json: bool) -> None:
+    """Say where the server is; it serves on when nobody reads that."""
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    model = state.engine.served_model_id
+    with suppress(BrokenPipeError):
+        if as_json:
+            profile = state.settings.serving_profile
+            click.echo(
+                compact({"url": url, "model": model, "serving_profile": profile})
+            )
+        else:
+            click.echo(f"Kiln serves {model} on {url}")
+
+
+def _signals() -> list[signal.Signals]:
+    no_hang_up = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [s for s in SIGNALS if s != signal.SIGHUP or not no_hang_up]
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(0)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
 
 from kiln_core.errors import UsageError
+from kiln_core.provenance import check_identity_text
 
-__all__ = ["ServerSettings", "ServingProfile", "settings_from"]
+__all__ = ["ServerSettings", "ServingProfile", "is_loopback", "settings_from"]
 
 ServingProfile: TypeAlias = Literal["stable", "maintenance", "experimental"]
 """``stable`` only serves, ``maintenance`` only trains, ``experimental`` does both."""
 
-LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 VARIABLES: Final = {
     "KILN_MODEL_PATH": "model",
     "KILN_SERVED_MODEL_ID": "served_model_id",
@@ -68,21 +69,62 @@ def settings_from(
         UsageError: A value is invalid, or the server would be open to others without
             a token.
     """
-    values: dict[str, object] = {
+    given = {
         field: environment[name]
         for name, field in VARIABLES.items()
         if environment.get(name)
     }
+    values: dict[str, object] = {**given}
     values.update({name: value for name, value in flags.items() if value is not None})
     try:
-        settings = msgspec.convert(values, ServerSettings, strict=False)
+        settings = msgspec.convert(values, ServerSettings, strict=False, dec_hook=_path)
     except msgspec.ValidationError as error:
-        raise UsageError(f"invalid server setting: {error}") from error
+        raise UsageError(_explained(str(error), given)) from error
+    _check(settings)
+    return settings
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether an address is of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check(settings: ServerSettings) -> None:
     if not 0 <= settings.port <= 65_535:
         raise UsageError(f"port must be 0 to 65535, not {settings.port}")
-    if settings.host not in LOOPBACK and not settings.api_token:
+    if settings.served_model_id is not None:
+        try:
+            check_identity_text(settings.served_model_id, "served model id")
+        except ValueError as error:
+            raise UsageError(f"invalid server setting: {error}") from error
+    token = settings.api_token
+    if token and (not token.isascii() or not token.isprintable() or " " in token):
         raise UsageError(
-            f"serving on {settings.host} lets others in, so it needs an API token",
+            "the API token must be ASCII without white space",
+            hint="set KILN_API_TOKEN to something a header can carry",
+        )
+    if not is_loopback(settings.host) and not token:
+        raise UsageError(
+            f"serving on {settings.host or 'every address'} lets others in, so it "
+            "needs an API token",
             hint="set KILN_API_TOKEN, or serve on 127.0.0.1",
         )
-    return settings
+
+
+def _path(wanted: type, value: Any) -> Any:
+    if wanted is Path and isinstance(value, str | Path):
+        return Path(value)
+    raise NotImplementedError
+
+
+def _explained(reason: str, given: Mapping[str, str]) -> str:
+    """Name the variable that holds the value msgspec complains about."""
+    place = reason.rpartition("$.")[2].rstrip("`")
+    names = {field: name for name, field in VARIABLES.items()}
+    source = names[place] if place in given else f"--{place.replace('_', '-')}"
+    return f"invalid server setting {source}: {reason.partition(' - at')[0]}"

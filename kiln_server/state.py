@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 from starlette.requests import Request
 
 from kiln_core.engine import Engine
-from kiln_core.errors import CapacityFull, Conflict
+from kiln_core.errors import CapacityFull, Conflict, KilnError
 from kiln_server.jobs import TrainingQueueService
 from kiln_server.metrics import Metrics
 from kiln_server.settings import ServerSettings
 
-__all__ = ["ServerState", "state_of"]
+__all__ = ["GRACEFUL_SECONDS", "ServerState", "state_of"]
+
+GRACEFUL_SECONDS = 5.0
+"""How long requests may go on once the server was told to stop."""
+ANSWER_SECONDS = 3.0
+"""How long completions may: less, so that their clients still get an answer."""
 
 
 class ServerState:
@@ -36,6 +42,11 @@ class ServerState:
         self.started = time.monotonic()
         self.failure: str | None = None
         """Why the engine could not start."""
+        self.failed = asyncio.Event()
+        """Set when it could not."""
+        self.ending = asyncio.Event()
+        """Set when the application ends, after its last connection."""
+        self._stopped: float | None = None
 
     @property
     def serves(self) -> bool:
@@ -47,16 +58,44 @@ class ServerState:
         """Whether this profile accepts training jobs."""
         return self.settings.serving_profile != "stable"
 
+    @property
+    def phase(self) -> str:
+        """``starting``, ``ready``, ``stopping`` or ``failed``."""
+        if self.failure is not None:
+            return "failed"
+        if self._stopped is not None:
+            return "stopping"
+        return "ready" if self.engine.ready else "starting"
+
+    def stop_serving(self) -> None:
+        """Note that the server was told to stop."""
+        self._stopped = time.monotonic()
+
+    def require_time(self) -> None:
+        """Refuse to wait on once the server is stopping.
+
+        Raises:
+            CapacityFull: Completions have had their time.
+        """
+        stopped = self._stopped
+        if stopped is not None and time.monotonic() - stopped > ANSWER_SECONDS:
+            raise CapacityFull("the server is stopping")
+
     def require_ready(self) -> None:
         """Refuse while the engine compiles.
 
         Raises:
             CapacityFull: It is not ready yet.
+            KilnError: It could not be started.
         """
+        if self.failure is not None:
+            raise KilnError(
+                f"the engine cannot start: {self.failure}",
+                hint="stop the server and look at its log",
+            )
         if not self.engine.ready:
             raise CapacityFull(
-                self.failure or "the model is still loading",
-                hint="wait until /health says ready",
+                "the model is still loading", hint="wait until /health says ready"
             )
 
     def require_serving(self) -> None:
@@ -68,7 +107,10 @@ class ServerState:
         """
         self.require_ready()
         if not self.serves:
-            raise Conflict("this server runs in profile maintenance: no inference")
+            raise Conflict(
+                "this server runs in profile maintenance: no inference",
+                hint="serve with --serving-profile experimental",
+            )
 
     def require_training(self) -> None:
         """Refuse training in a profile without it.

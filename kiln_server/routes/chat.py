@@ -9,7 +9,6 @@ import uuid
 from concurrent.futures import Future
 
 import anyio
-import msgspec
 from anyio import to_thread
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,9 +23,8 @@ from kiln_core.chat import (
     chat_choice,
     generation_request,
 )
-from kiln_core.contract import base_or_adapter
-from kiln_core.engine import Generation
-from kiln_core.errors import CapacityFull, KilnError
+from kiln_core.engine import Generation, GenerationRequest
+from kiln_core.errors import CapacityFull, KilnError, UsageError
 from kiln_server.bodies import read_body
 from kiln_server.problems import answer
 from kiln_server.state import ServerState, state_of
@@ -43,19 +41,25 @@ async def completions(request: Request) -> Response:
 
     Raises:
         KilnError: The request cannot be answered.
+        ClientDisconnect: Nobody waits for the answer.
+        CancelledError: The server is stopping.
     """
     state = state_of(request)
-    state.require_serving()
-    body = await read_body(request, ChatRequest, limit_bytes=MAX_CHAT_BYTES)
+    counted = state.metrics.chat_requests
     try:
+        state.require_serving()
+        body = await read_body(request, ChatRequest, limit_bytes=MAX_CHAT_BYTES)
         chat = await _complete(state, request, body)
     except KilnError:
-        state.metrics.chat_requests.labels(status="refused").inc()
+        counted.labels(status="refused").inc()
         raise
-    except ClientDisconnect:
-        state.metrics.chat_requests.labels(status="cancelled").inc()
-        return Response(status_code=499)
-    state.metrics.chat_requests.labels(status="completed").inc()
+    except (ClientDisconnect, asyncio.CancelledError):
+        counted.labels(status="cancelled").inc()
+        raise
+    except Exception:
+        counted.labels(status="failed").inc()
+        raise
+    counted.labels(status="completed").inc()
     return answer(chat)
 
 
@@ -73,10 +77,13 @@ async def guides(request: Request) -> Response:
 async def _complete(
     state: ServerState, request: Request, body: ChatRequest
 ) -> ChatAnswer:
-    wanted = generation_request(body, seed=secrets.randbits(64))
-    wanted = msgspec.structs.replace(wanted, adapter=base_or_adapter(wanted.adapter))
-    future = await to_thread.run_sync(state.engine.submit, wanted)
-    generation = await _await_generation(request, future)
+    wanted = generation_request(
+        body,
+        seed=secrets.randbits(64),
+        served_model_id=state.engine.served_model_id,
+    )
+    future = await to_thread.run_sync(_submitted, state, wanted)
+    generation = await _await_generation(state, request, future)
     prompt, action = len(generation.prompt_token_ids), len(generation.action_token_ids)
     state.metrics.chat_tokens.labels(kind="prompt").inc(prompt)
     state.metrics.chat_tokens.labels(kind="completion").inc(action)
@@ -94,12 +101,30 @@ async def _complete(
     )
 
 
-async def _await_generation(request: Request, future: Future[Generation]) -> Generation:
-    """Await a generation; free its slot when the client goes away.
+def _submitted(state: ServerState, wanted: GenerationRequest) -> Future[Generation]:
+    """Queue a request; a schema that cannot guide it is not quietly left out.
 
     Raises:
-        ClientDisconnect: It went away.
-        CapacityFull: The engine stopped.
+        UsageError: The schema cannot guide decoding.
+    """
+    if wanted.action_schema is not None:
+        report = state.engine.guide(wanted.action_schema, wanted.max_tokens)
+        if report.guide_sha256 is None:
+            raise UsageError(
+                f"response_format cannot be honoured: {report.warning}",
+                hint="simplify the schema, raise max_tokens, or leave it out",
+            )
+    return state.engine.submit(wanted)
+
+
+async def _await_generation(
+    state: ServerState, request: Request, future: Future[Generation]
+) -> Generation:
+    """Await a generation; free its slot when nobody waits for it any more.
+
+    Raises:
+        ClientDisconnect: The client went away.
+        CapacityFull: The server is stopping.
         CancelledError: This task was cancelled.
     """
     waiting = asyncio.wrap_future(future)
@@ -109,6 +134,7 @@ async def _await_generation(request: Request, future: Future[Generation]) -> Gen
                 return await asyncio.shield(waiting)
             if await request.is_disconnected():
                 raise ClientDisconnect
+            state.require_time()
     except asyncio.CancelledError:
         if future.cancelled():
             raise CapacityFull("the server is stopping") from None

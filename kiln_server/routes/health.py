@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from kiln_core.chat import PolicyAnswer
 from kiln_core.contract import base_or_adapter
+from kiln_core.errors import CapacityFull, KilnError, UsageError
 from kiln_server.problems import answer
 from kiln_server.state import ServerState, state_of
 
@@ -21,25 +22,27 @@ __all__ = ["ROUTES"]
 async def health(request: Request) -> Response:
     """Say whether the server is ready; 503 while it is not."""
     state = state_of(request)
-    ready = state.engine.ready
-    status = "ready" if ready else ("failed" if state.failure else "starting")
+    ready = state.phase == "ready"
+    loaded = await to_thread.run_sync(_loaded, state) if ready else []
     document = {
-        "status": status,
+        "status": state.phase,
         "version": version("kiln-openenv"),
         "uptime_seconds": round(time.monotonic() - state.started, 3),
         "model": state.engine.served_model_id,
         "backend": state.settings.engine,
         "serving_profile": state.settings.serving_profile,
         "active_adapter": None,
-        "adapters_loaded": _loaded(state) if ready else [],
+        "adapters_loaded": loaded,
         "scheduler": {"slots": state.engine.slots},
         "gpu_memory": None,
         "training": {"queued": state.jobs.queued, "unfinished": state.jobs.tracked},
         "checks": [
-            {"name": "engine", "ok": ready, "message": state.failure or status},
+            {"name": "engine", "ok": ready, "message": state.failure or state.phase},
         ],
     }
-    return answer(document, 200 if ready else 503)
+    if ready:
+        return answer(document)
+    return answer({**document, **_not_ready(state)}, 503)
 
 
 async def models(request: Request) -> Response:
@@ -53,11 +56,20 @@ async def models(request: Request) -> Response:
 
 
 async def policy(request: Request) -> Response:
-    """Say exactly who would answer a chat request now."""
+    """Say exactly who would answer a chat request now.
+
+    Raises:
+        UsageError: The adapter is not served.
+    """
     state = state_of(request)
     state.require_serving()
     adapter = base_or_adapter(request.query_params.get("adapter"))
     engine = state.engine
+    if adapter is not None and adapter not in await to_thread.run_sync(_loaded, state):
+        raise UsageError(
+            f"adapter {adapter!r} is not loaded",
+            hint="load it with 'kiln adapters load', see 'kiln adapters list'",
+        )
     identity = await to_thread.run_sync(engine.policy_identity, adapter)
     return answer(
         PolicyAnswer(
@@ -78,6 +90,17 @@ async def metrics(request: Request) -> Response:
         state.metrics.adapters_loaded.set(len(loaded))
     body, media_type = state.metrics.render()
     return Response(body, media_type=media_type)
+
+
+def _not_ready(state: ServerState) -> dict[str, object]:
+    """Return the error that a client which only knows errors can tell."""
+    if state.phase == "stopping":
+        return CapacityFull("the server is stopping").document()
+    try:
+        state.require_ready()
+    except KilnError as error:
+        return error.document()
+    return {}
 
 
 def _loaded(state: ServerState) -> list[str]:

@@ -6,6 +6,7 @@ import time
 
 import msgspec
 from anyio import to_thread
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -25,6 +26,7 @@ from kiln_core.grpo import check_grpo_config, check_name
 from kiln_core.training import (
     GrpoRequest,
     TrainingDataProvenance,
+    TrainingJobDetail,
     TrainingQueue,
     TrainingResponse,
     admit_corpus,
@@ -34,6 +36,9 @@ from kiln_server.problems import answer
 from kiln_server.state import ServerState, state_of
 
 __all__ = ["ROUTES"]
+
+MAX_CORPUS_BYTES = limits.MAX_ARTIFACT_BYTES + limits.MIB
+"""A whole dataset, its configuration and the commas between its lines."""
 
 
 async def preflight(request: Request) -> Response:
@@ -57,7 +62,7 @@ async def submit(request: Request) -> Response:
     """Queue a GRPO job."""
     state = state_of(request)
     state.require_training()
-    body = await read_body(request, GrpoRequest, limit_bytes=limits.MAX_ARTIFACT_BYTES)
+    body = await read_body(request, GrpoRequest, limit_bytes=MAX_CORPUS_BYTES)
     return answer(await to_thread.run_sync(_submit, state, body))
 
 
@@ -69,31 +74,44 @@ async def statuses(request: Request) -> Response:
 
 async def status(request: Request) -> Response:
     """Return a job's status."""
-    return answer(state_of(request).jobs.detail(request.path_params["job_id"]).status)
+    return answer(_detail(request).status)
 
 
 async def job(request: Request) -> Response:
     """Return everything about a job."""
-    return answer(state_of(request).jobs.detail(request.path_params["job_id"]))
+    return answer(_detail(request))
 
 
 async def cancel(request: Request) -> Response:
     """Cancel a job at its next step."""
-    job_id = request.path_params["job_id"]
-    return answer(state_of(request).jobs.cancel(job_id).status)
+    found = _detail(request)
+    return answer(state_of(request).jobs.cancel(found.status.job_id).status)
+
+
+def _detail(request: Request) -> TrainingJobDetail:
+    try:
+        return state_of(request).jobs.detail(request.path_params["job_id"])
+    except UsageError as error:
+        raise HTTPException(404, error.message) from error
 
 
 def _preflight(state: ServerState, body: PreflightRequest) -> PreflightReceipt:
-    """Check in the documented order: names, config, suite, profile, engine, queue.
+    """Check in the documented order.
+
+    Names and configuration, suite, adapter, profile, whether new jobs are taken, what
+    the engine can train, who would act, the queue.
 
     Raises:
         CapacityFull: The queue is full.
     """
     config = materialize_config(body)
     _refuse_post_eval(body.post_eval)
-    state.require_training()
-    state.engine.admit_training(config)
+    state.require_ready()
     identity = state.engine.policy_identity(config.base_adapter)
+    state.require_training()
+    state.require_serving()
+    state.jobs.require_open()
+    state.engine.admit_training(config)
     capacity = PreflightCapacity(
         checked_unix_ms=time.time_ns() // 1_000_000,
         queued_jobs=state.jobs.queued,

@@ -1,0 +1,232 @@
+"""``kiln openenv verify`` and ``replay`` on good and on spoiled bundles."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kiln_core.canonical import pretty
+from tests.cli.conftest import OUTPUTS, Cli, files_in
+from tests.server.running import Running
+from tests.simulators.environment import Simulator, observation, state
+
+VERIFY = ("openenv", "verify")
+REPLAY = ("openenv", "replay")
+
+
+def test_verdict_lists_the_checks(cli: Cli, bundle: Path) -> None:
+    done = cli(*VERIFY)
+    lines = done.out.splitlines()
+    assert sum(line.startswith("ok  ") for line in lines) >= 9
+    assert lines[-1].startswith("The bundle verifies. Nothing was contacted")
+    assert done.err == ""
+
+
+def test_report_is_one_document(cli: Cli, bundle: Path) -> None:
+    report = cli(*VERIFY, "--json").json
+    assert report["schema"] == "kiln.openenv-verification.v1"
+    assert (report["groups"], report["rollouts"]) == (3, 12)
+
+
+def test_bundle_verifies_anywhere(
+    cli: Cli, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "elsewhere" / "größe"
+    moved.mkdir(parents=True)
+    for name in OUTPUTS:
+        (tmp_path / name).rename(moved / name)
+    assert cli(*VERIFY, "--summary", moved / OUTPUTS[2])
+    monkeypatch.chdir(moved)
+    assert cli(*VERIFY)
+    (moved / OUTPUTS[0]).rename(moved / "other.jsonl")
+    assert cli(*VERIFY, "--dataset", "other.jsonl")
+    assert cli(*VERIFY, code=2)
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+def test_flipped_byte_names_file_and_place(
+    cli: Cli, bundle: Path, tmp_path: Path, name: str, share: float
+) -> None:
+    whole = (tmp_path / name).read_bytes()
+    place = min(int(len(whole) * share), len(whole) - 2)
+    spoiled = bytearray(whole)
+    spoiled[place] ^= 1
+    (tmp_path / name).write_bytes(spoiled)
+    done = cli(*VERIFY, code=1)
+    assert done.err.startswith(f"Error: {name}")
+    error = cli(*VERIFY, "--json", code=1).error
+    assert error["code"] == "invalid_bundle"
+    assert error["details"]["file"] == name
+    assert error["details"]["check"]
+    assert error["hint"]
+
+
+def test_changed_reward_names_line_or_pointer(
+    cli: Cli, bundle: Path, tmp_path: Path
+) -> None:
+    """A forger who also mends the digests is found further down."""
+    summary = json.loads(bundle.read_bytes())
+    summary["rollouts"][3]["episode_return"] += 1.0
+    bundle.write_bytes(pretty(summary))
+    error = cli(*VERIFY, "--json", code=1).error
+    assert error["details"]["pointer"] == "/rollouts/3/episode_return"
+    assert error["details"]["expected"] != error["details"]["found"]
+
+
+def _schema(summary: Any) -> None:
+    summary["schema"] = "kiln.openenv-rollout-summary.v9"
+
+
+def _missing(summary: Any) -> None:
+    del summary["stats"]
+
+
+def _extra(summary: Any) -> None:
+    summary["surprise"] = 1
+
+
+@pytest.mark.parametrize("spoil", [_schema, _missing, _extra])
+def test_other_summary_is_refused(cli: Cli, bundle: Path, spoil: Any) -> None:
+    summary = json.loads(bundle.read_bytes())
+    spoil(summary)
+    bundle.write_bytes(pretty(summary))
+    error = cli(*VERIFY, "--json", code=1).error
+    assert error["code"] == "invalid_bundle"
+    assert error["details"]["check"] in {"summary_schema", "summary_record"}
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"\xff", b"NaN", b'{"schema":1,"schema":2}']
+)
+def test_file_that_is_no_summary_is_refused(
+    cli: Cli, tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / OUTPUTS[2]).write_bytes(content)
+    assert cli(*VERIFY, "--json", code=1).error["details"]["file"] == OUTPUTS[2]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_missing_file_could_not_be_checked(
+    cli: Cli, bundle: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).unlink()
+    error = cli(*VERIFY, "--json", code=2).error
+    assert error["code"] == "file_unreadable"
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_link_is_not_followed(
+    cli: Cli, bundle: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).rename(tmp_path / "real")
+    (tmp_path / name).symlink_to("real")
+    error = cli(*VERIFY, "--json", code=1).error
+    assert error["code"] == "irregular_file"
+    assert "symbolic link" in error["message"]
+
+
+def test_directory_is_no_bundle(cli: Cli, tmp_path: Path) -> None:
+    error = cli(*VERIFY, "--summary", tmp_path, "--json", code=None).error
+    assert "is no regular file" in error["message"]
+
+
+def test_verify_writes_nothing(cli: Cli, bundle: Path, tmp_path: Path) -> None:
+    before = files_in(tmp_path)
+    cli(*VERIFY)
+    assert files_in(tmp_path) == before
+
+
+# Replay
+
+
+def test_unchanged_environment_replays_exactly(cli: Cli, bundle: Path) -> None:
+    done = cli(*REPLAY)
+    assert done.out.endswith("The live environments behave exactly as recorded.\n")
+    assert "12 in 3 groups" in done.out
+    report = cli(*REPLAY, "--json").json
+    assert report["schema"] == "kiln.openenv-replay-run.v1"
+    assert report["rollouts"] == 12
+
+
+def test_drift_is_told_with_its_pointer(
+    cli: Cli, bundle: Path, environment: Simulator, tmp_path: Path
+) -> None:
+    async def another(peer: Any, answer: str) -> None:
+        await peer.send(observation({"metadata": {}, "total": 2}, 0.5))
+
+    environment.script = {"step 1": another}
+    done = cli(*REPLAY, code=1)
+    assert done.out == ""
+    assert "drifted at /exchanges/0/result" in done.err
+    flags = ("--report", "outcome.json", "--json")
+    error = cli(*REPLAY, *flags, code=1).error
+    assert error["code"] == "replay_drift"
+    assert error["details"]["pointer"].startswith("/exchanges/0/result")
+    outcome = json.loads((tmp_path / "outcome.json").read_bytes())
+    assert outcome["schema"] == "kiln.openenv-replay-outcome.v1"
+    assert outcome["report"] is None
+    assert outcome["first_drift"]["pointer"] == error["details"]["pointer"]
+
+
+def test_new_episode_ids_can_be_exempted(
+    cli: Cli, bundle: Path, environment: Simulator
+) -> None:
+    async def numbered(peer: Any, answer: str) -> None:
+        told = json.loads(answer)["data"]
+        await peer.send(state({**told, "episode_id": f"another-{peer.index}"}))
+
+    environment.script = {"state": numbered}
+    error = cli(*REPLAY, "--json", code=1).error
+    assert "--ignore-pointer /final_state/episode_id" in error["hint"]
+    flags = ("--ignore-pointer", "/final_state/episode_id")
+    outcome = cli(*REPLAY, *flags, "--json").json
+    assert outcome["schema"] == "kiln.openenv-replay-outcome.v1"
+    assert outcome["ignored_pointers"] == ["/final_state/episode_id"]
+    assert "No drift outside the exempt places." in cli(*REPLAY, *flags).out
+
+
+def test_changed_identity_is_drift(
+    cli: Cli, bundle: Path, environment: Simulator
+) -> None:
+    environment.change("/metadata", version="2")
+    error = cli(*REPLAY, "--json", code=1).error
+    assert error["code"] == "environment_identity_changed"
+    assert "identity.metadata" in error["details"]["changed"]
+
+
+def test_environment_gone_could_not_be_checked(
+    cli: Cli, kiln: Running, tmp_path: Path
+) -> None:
+    with Simulator().serving_in_thread() as environment:
+        flags = ("--environment", environment.url, "--url", kiln.url, "--groups", "1")
+        cli("openenv", "rollout", *flags)
+    error = cli(*REPLAY, "--json", code=2).error
+    assert error["code"] == "environment_unavailable"
+    assert environment.url in error["message"]
+
+
+def test_invalid_bundle_is_not_replayed(
+    cli: Cli, bundle: Path, environment: Simulator, tmp_path: Path
+) -> None:
+    asked = len(environment.requests)
+    with (tmp_path / OUTPUTS[0]).open("ab") as file:
+        file.write(b"\n")
+    assert cli(*REPLAY, "--json", code=1).error["code"] == "invalid_bundle"
+    assert len(environment.requests) == asked
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--concurrency", "0"], ["--concurrency", "257"]),
+        *(["--capacity-wait-seconds", "0"], ["--credential-env", "UNSET_VARIABLE"]),
+        ["--credential-env", "-", "--credential-env", "-"],
+    ],
+)
+def test_bad_flag_is_usage(cli: Cli, bundle: Path, flags: list[str]) -> None:
+    assert cli(*REPLAY, *flags, "--json", code=2).error["code"] == "usage"
