@@ -1,0 +1,48 @@
+# Every target is one or two lines; `make check` is the whole gate.
+PYTHON ?= python3.11
+BIN := .venv/bin
+SOURCES := kiln_core kiln_cli kiln_server kiln_train_jax
+WORKERS ?= 2
+
+.PHONY: setup demo test test-long check format lint types layers contracts bench clean lock
+
+setup: .venv/.complete
+
+.venv/.complete: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv && $(BIN)/pip install -q --disable-pip-version-check --require-hashes -r constraints.txt
+	$(BIN)/pip install -q --disable-pip-version-check --no-deps --no-build-isolation -e . && touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py
+
+test: setup
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+
+test-long: setup
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
+
+check: format lint types layers contracts test
+
+format: setup
+	$(BIN)/ruff format --check .
+
+lint: setup
+	$(BIN)/ruff check .
+
+types: setup
+	$(BIN)/mypy
+
+layers: setup
+	$(BIN)/lint-imports --no-logo
+
+contracts: setup
+	$(BIN)/python scripts/check_lock.py
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+lock:
+	$(PYTHON) -m pip install -q uv && $(PYTHON) -m uv pip compile pyproject.toml --extra all --extra dev --universal --python-version 3.11 --generate-hashes --no-header -q -o constraints.txt
+
+clean:
+	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Figures with their peers, each a ratio measured side by side in one run."""
