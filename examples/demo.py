@@ -37,7 +37,7 @@ TRAINING = {
 GROUPS, GROUP_SIZE = 64, 8
 HELD_OUT_GROUPS, HELD_OUT_SIZE = 20, 4
 STOP_SECONDS = 10
-READY_SECONDS = 120
+READY_SECONDS = "120"
 
 
 def main() -> int:
@@ -48,41 +48,29 @@ def main() -> int:
     if OUTPUT.exists():
         shutil.rmtree(OUTPUT)
     OUTPUT.mkdir()
+    try:
+        environment, evidence = run(seed_start)
+    except StepFailed as failed:
+        print(f"\nThe demo stopped: {failed}", file=sys.stderr)
+        return 1
+    table(environment, evidence, time.monotonic() - started)
+    return 0 if evidence["evaluation"]["evidence"]["decision"] == "passed" else 1
+
+
+def run(seed_start: int) -> tuple[str, dict[str, Any]]:
+    """Start both servers, take the tour, stop them; return what was reported."""
+    serve_signals = ["examples.environments", "serve", "signals", "--port", "0"]
+    adapters = str(OUTPUT / "adapters")
     with ExitStack() as stack:
         say("Starting the OpenEnv environment 'signals' and a Kiln server")
         environment = stack.enter_context(
-            server(
-                [
-                    sys.executable,
-                    "-m",
-                    "examples.environments",
-                    "serve",
-                    "signals",
-                    "--port",
-                    "0",
-                ]
-            )
+            server([sys.executable, "-m", *serve_signals])
         )
         url = stack.enter_context(
-            server(
-                [
-                    *KILN,
-                    "serve",
-                    "--port",
-                    "0",
-                    "--adapter-dir",
-                    str(OUTPUT / "adapters"),
-                ]
-            )
+            server([*KILN, "serve", "--port", "0", "--adapter-dir", adapters])
         )
-        wait_until_ready(url)
-        try:
-            evidence = tour(environment, url, seed_start)
-        except StepFailed as failed:
-            print(f"\nThe demo stopped: {failed}", file=sys.stderr)
-            return 1
-    table(environment, evidence, time.monotonic() - started)
-    return 0 if evidence["evaluation"]["evidence"]["decision"] == "passed" else 1
+        kiln("health", "--url", url, "--wait", READY_SECONDS)
+        return environment, tour(environment, url, seed_start)
 
 
 def tour(environment: str, url: str, seed_start: int) -> dict[str, Any]:
@@ -236,7 +224,7 @@ def kiln(*arguments: str, accept: tuple[int, ...] = (0,)) -> Any:
         document = {}
     if done.returncode not in accept:
         message = document.get("error", {}).get("message", f"exit {done.returncode}")
-        raise StepFailed(f"{arguments[1]}: {message}")
+        raise StepFailed(f"kiln {' '.join(arguments[:2])}: {message}")
     return document
 
 
@@ -267,20 +255,6 @@ def server(command: list[str]) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-
-
-def wait_until_ready(url: str) -> None:
-    """Wait until the server has compiled its programs.
-
-    Raises:
-        StepFailed: It is not ready after two minutes.
-    """
-    command = [*KILN, "health", "--url", url, "--json"]
-    deadline = time.monotonic() + READY_SECONDS
-    while subprocess.run(command, capture_output=True, check=False).returncode:
-        if time.monotonic() > deadline:
-            raise StepFailed("the Kiln server did not become ready")
-        time.sleep(1)
 
 
 def say(text: str) -> None:

@@ -8,8 +8,11 @@ import msgspec
 from kiln_cli.options import json_option, server_options
 from kiln_cli.render import document, facts
 from kiln_core.canonical import JsonValue
+from kiln_core.errors import CapacityFull, PolicyError
 
 __all__ = ["health"]
+
+POLL_SECONDS = 0.5
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,16 +30,24 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     epilog="""\b
 Examples:
   kiln health
+  kiln health --wait 120
   kiln health --url http://127.0.0.1:8421 --json
 """
 )
 @server_options
+@click.option(
+    "--wait",
+    "wait_seconds",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    help="Seconds to wait for it to become ready.",
+)
 @json_option
-def health(*, url: str, as_json: bool) -> None:
+def health(*, url: str, wait_seconds: float, as_json: bool) -> None:
     """Say whether a server is ready; exit 2 when it is not."""
     import anyio
 
-    answer, known = anyio.run(_health, url)
+    answer, known = anyio.run(_health, url, wait_seconds)
     if as_json:
         document(answer)
         return
@@ -52,10 +63,25 @@ def health(*, url: str, as_json: bool) -> None:
     )
 
 
-async def _health(url: str) -> tuple[JsonValue, Health]:
+async def _health(url: str, wait_seconds: float) -> tuple[JsonValue, Health]:
+    """Ask until the server is ready or the wait is over.
+
+    Raises:
+        CapacityFull: It is still starting.
+        PolicyError: Nothing answers, or no Kiln server.
+    """
+    import anyio
+
     from kiln_cli.rollout import server_credential
     from kiln_core.drive.server import server_client, typed
 
     async with server_client(url, server_credential(), total_seconds=10.0) as server:
-        answer = await server.get("/health")
-    return answer, typed(answer, Health, "health")
+        deadline = anyio.current_time() + wait_seconds
+        while True:
+            try:
+                answer = await server.get("/health")
+                return answer, typed(answer, Health, "health")
+            except (PolicyError, CapacityFull):
+                if anyio.current_time() >= deadline:
+                    raise
+            await anyio.sleep(POLL_SECONDS)

@@ -317,7 +317,7 @@ class _CommandLine:
             with suppress(OSError):
                 document(told)
             return
-        note(error.message if code else f"Error: {error.message}")
+        note(error.message if code else f"Error: {_placed(error)}")
         if error.hint:
             note(f"Hint: {error.hint}")
 
@@ -325,6 +325,14 @@ class _CommandLine:
     def _command(self) -> str:
         words = (word for word in self.arguments if not word.startswith("-"))
         return next(words, "")
+
+
+def _placed(error: KilnError) -> str:
+    """Return the message, and the file it is about."""
+    file = error.details.get("file")
+    if file is None or str(file) in error.message:
+        return error.message
+    return f"{file}: {error.message}"
 
 
 def _usage(error: click.ClickException) -> UsageError:

@@ -47,6 +47,7 @@ from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
 from kiln_core.episode import Ask, Episode, EpisodeGenerator, EpisodeSetup, run_episode
 from kiln_core.errors import (
     CredentialReflected,
+    InvalidActionSchema,
     KilnError,
     PolicyError,
     SessionRefused,
@@ -297,7 +298,11 @@ class _Collection:
     async def _stage(
         self, index: int, client: EnvironmentClient, found: EnvironmentInspection
     ) -> _Stage:
-        schema = ActionSchema(found.schema.action)
+        try:
+            schema = ActionSchema(found.schema.action)
+        except InvalidActionSchema as error:
+            error.details.setdefault("environment", client.base_url)
+            raise
         guide = None
         if self.request.guided:
             report = await self.policy.guide(

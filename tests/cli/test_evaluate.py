@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def pair(kiln: Running, environment: Simulator) -> list[str]:
 
 def seeds_of(environment: Simulator) -> set[int]:
     frames = [peer.received[0] for peer in environment.peers]
-    return {int(f.partition('"seed":')[2].rstrip("}")) for f in frames}
+    return {json.loads(frame)["data"]["seed"] for frame in frames}
 
 
 GATE = ("--min-mean-improvement", "0.1")

@@ -13,9 +13,12 @@ import msgspec
 import pytest
 
 from kiln_core.bundle import Bundle
+from kiln_core.canonical import digest
+from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.drive import collect as collecting
 from kiln_core.drive.collect import CollectionRequest, collect
 from kiln_core.drive.websocket import SessionTimes
+from kiln_core.engine import GuideReport
 from kiln_core.errors import (
     CapacityExhausted,
     CredentialReflected,
@@ -33,8 +36,10 @@ from kiln_core.errors import (
     TransportError,
     UsageError,
 )
+from kiln_core.grpo import GrpoConfig
 from kiln_core.limits import RetainedBudget
 from kiln_core.ports import Policy, PolicyDescription, PolicyReply, PolicyRequest
+from kiln_core.receipt import OpenEnvTrainingSelection
 from kiln_core.records import EpisodeTermination
 from kiln_core.scripted import ScriptedPolicy
 from tests.drive.collection import (
@@ -47,6 +52,7 @@ from tests.drive.collection import (
     verified,
 )
 from tests.simulators.environment import (
+    ACTION_SCHEMA,
     Handler,
     Peer,
     Script,
@@ -162,6 +168,65 @@ async def test_policy_without_a_thinking_mode_is_told_once() -> None:
         bundle, notes = await gather(collection(server.url, thinking=True), adds(1, 3))
     assert notes.warnings == ["thinking has no effect: this policy answers directly"]
     assert not bundle.summary.thinking
+
+
+class GuidedPolicy(ScriptedPolicy):
+    """Says that it follows a schema, or why it cannot."""
+
+    def __init__(self, report: GuideReport) -> None:
+        super().__init__(adds(1, 3).turns)
+        self.report = report
+        self.asked: list[object] = []
+        self.followed: list[object] = []
+
+    async def guide(self, action_schema: object, max_tokens: int) -> GuideReport:
+        self.asked.append((action_schema, max_tokens))
+        return self.report
+
+    async def complete(self, request: PolicyRequest) -> PolicyReply:
+        self.followed.append(request.action_schema)
+        return await super().complete(request)
+
+
+async def test_guide_is_decided_once_and_recorded() -> None:
+    policy = GuidedPolicy(GuideReport(guide_sha256=digest(b"guide")))
+    async with Simulator().serving() as server:
+        bundle, notes = await gather(collection(server.url, guided=True), policy)
+    assert policy.asked == [(ACTION_SCHEMA, 256)]
+    assert policy.followed == [ACTION_SCHEMA] * 4
+    assert notes.warnings == []
+    for completion in json.loads(bundle.dataset)["completions"]:
+        assert completion["trace"]["guide_sha256"] == digest(b"guide")
+
+
+async def test_schema_that_cannot_guide_is_played_unguided() -> None:
+    report = GuideReport(guide_sha256=None, warning="it is too wide")
+    policy = GuidedPolicy(report)
+    async with Simulator().serving() as server:
+        bundle, notes = await gather(collection(server.url, guided=True), policy)
+    assert notes.warnings == [f"{server.url}: it is too wide"]
+    assert policy.followed == [None] * 4
+    assert b'"guide_sha256":null' in bundle.dataset
+
+
+async def test_contract_is_sealed_and_what_it_trains_on_is_selected() -> None:
+    policy = ScriptedPolicy([['{"amount":1}', " "], ['{"amount":3}']])
+    contract = OpenEnvTrainingContract(
+        schema="kiln.openenv-training-contract.v1",
+        effective_config=GrpoConfig(output_name="mine"),
+        behavior_policy=policy.identity,
+    )
+    async with Simulator().serving() as server:
+        plain_request = collection(server.url, groups=2, group_size=4)
+        request = msgspec.structs.replace(plain_request, training_contract=contract)
+        bundle, _ = await gather(request, policy)
+        changed = await failure(request, adds(1))
+    assert bundle.summary.training_contract == contract
+    selection = bundle.summary.training_selection
+    assert isinstance(selection, OpenEnvTrainingSelection)
+    silent_ones = bundle.summary.stats.invalid_model_action_count
+    assert selection.no_output_rollouts_discarded == silent_ones > 0
+    assert isinstance(changed, PolicyDrift)
 
 
 async def test_dataset_is_the_same_whatever_the_interleaving() -> None:
@@ -769,10 +834,10 @@ async def test_bug_of_a_policy_is_not_dressed_up() -> None:
 async def test_action_schema_that_cannot_be_compiled(schema: object) -> None:
     async with Simulator().serving() as server:
         server.change("/schema", action=schema)
-        assert isinstance(
-            await failure(collection(server.url), adds(1)), InvalidActionSchema
-        )
+        invalid = await failure(collection(server.url), adds(1))
         assert server.peers == []
+    assert isinstance(invalid, InvalidActionSchema)
+    assert invalid.details["environment"] == server.url
 
 
 async def test_reset_objects_must_align() -> None:

@@ -41,6 +41,14 @@ async def test_first_own_error_wins() -> None:
     assert await raised(first, UsageError("second")) is first
 
 
+async def test_stranger_than_an_error_passes_too() -> None:
+    class Stop(BaseException):
+        pass
+
+    stop = Stop()
+    assert await raised(stop) is stop
+
+
 async def test_foreign_error_passes_unwrapped() -> None:
     bug = ValueError("bug")
     assert await raised(bug) is bug

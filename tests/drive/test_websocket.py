@@ -691,6 +691,32 @@ async def test_greeting_poisons(frame: str) -> None:
         assert server.peers[0].commands == []
 
 
+LARGE = Reset({"task": "x" * 12_000_000})
+
+
+@pytest.mark.parametrize("explained", [True, False])
+async def test_send_that_fails_halfway(explained: bool) -> None:
+    """What the server said before it went counts, not that the send failed."""
+
+    async def leave(peer: Peer, answer: str) -> None:
+        peer.deafen()
+        await asyncio.sleep(0.05)
+        if explained:
+            await peer.send(error("CAPACITY_REACHED"))
+            await asyncio.sleep(0.05)
+        peer.drop()
+
+    async with Simulator({"open": leave}).serving() as server:
+        async with session(server.url, SessionTimes(5)) as opened:
+            if explained:
+                answer = await opened.exchange(LARGE)
+                assert isinstance(answer, ErrorReceived)
+                return
+            with pytest.raises(SessionLost) as caught:
+                await opened.exchange(LARGE)
+            assert "closed the" in caught.value.message
+
+
 # The upgrade
 
 
