@@ -143,7 +143,7 @@ class _LeftBehind:
         """Return what to do with it."""
         if self.job_id is not None:
             follow = f"kiln train status --job-id {self.job_id} --follow"
-            return f"the bundle is published, and the training job goes on: {follow}"
+            return f"the bundle is published; see what became of the job: {follow}"
         if self.summary is not None:
             return f"the bundle is published: {self.summary}"
         return ""

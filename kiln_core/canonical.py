@@ -148,6 +148,9 @@ def same_member(left: Any, right: Any) -> bool:
     """Say whether two record members have the same bytes, or are both absent."""
     if left is msgspec.UNSET or right is msgspec.UNSET:
         return left is right
+    # bytes decide only where equal values may differ in them: 0.0 and -0.0, 1 and true
+    if type(left) is type(right) and isinstance(left, (str, int)):
+        return bool(left == right)
     return compact(left) == compact(right)
 
 

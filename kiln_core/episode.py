@@ -135,8 +135,10 @@ class _Recorder:
         """Retain a reply; return the text that should be an action.
 
         Raises:
-            PolicyError: It is no Unicode text.
+            PolicyError: It is no Unicode text, or its cost is no count.
         """
+        if reply.total_tokens < 0 or not 0 <= reply.latency_ms < math.inf:
+            raise PolicyError("the policy counted tokens or time below zero")
         self.replies.append(reply)
         content = reply.content or ""
         if self.setup.thinking:
@@ -261,7 +263,7 @@ def run_episode(setup: EpisodeSetup, lease: Lease) -> EpisodeGenerator:
         SessionRefused: ``reset`` was answered with an error.
         EpisodeUnfit: ``reset`` was already done, or the return is not finite.
         LimitError: The budget is exhausted.
-        PolicyError: A reply is no Unicode text.
+        PolicyError: A reply is no Unicode text, or its cost is no count.
         RemoteProtocolError: The final state was answered with an error.
     """
     record = _Recorder(setup, lease)

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import msgspec
 
-from kiln_core.canonical import JsonValue, canonical_bytes, compact
+from kiln_core.canonical import JsonValue, canonical_bytes, encoded_again
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.manifest import Observation, ProtocolError, sorted_observation
 from kiln_core.records import ChatMessage, TurnSegment
@@ -80,7 +80,7 @@ def observation_text(observation: Observation, label: str = STEP_LABEL) -> str:
         text = inner.get("input_text")
         if isinstance(text, str) and text.strip():
             return text
-    wire = compact(sorted_observation(observation)).decode()
+    wire = encoded_again(sorted_observation(observation)).decode()
     return f"{label} as JSON: observation, reward, done, optional metadata\n{wire}"
 
 

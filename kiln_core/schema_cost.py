@@ -105,6 +105,7 @@ class SchemaCost:
         self._waiting: list[dict[str, Any]] = []
         self._anchors: dict[str, dict[str, Any]] = {}
         self._patterns = 0
+        self._referenced = 0
         self._find_anchors(schema)
         self._start = self._node(schema)
         while self._waiting:
@@ -112,6 +113,12 @@ class SchemaCost:
         self._order = self._in_place_order()
         self._rank = {index: rank for rank, index in enumerate(self._order)}
         self._check_expansion()
+        # without references a subschema is applied to a value once at most
+        self._once = self._referenced == 0 and all(n.revisits == 1 for n in self._nodes)
+        self._all_costs = sum(
+            node.own + PATTERN_COST * (node.patterns + node.name_patterns)
+            for node in self._nodes
+        )
 
     def work(self, action: JsonValue, limit: int) -> int:
         """Count the visits that checking an action can cause, until over ``limit``.
@@ -120,6 +127,10 @@ class SchemaCost:
             action: The action.
             limit: Where counting may stop.
         """
+        if self._once:
+            bound = self._all_costs * _size_of(action)
+            if bound <= limits.MAX_DIAGNOSED_WORK:
+                return bound
         total = 0
         closures: dict[frozenset[tuple[int, int]], _Closure] = {}
         waiting: list[tuple[JsonValue, Applied]] = [(action, Counter([self._start]))]
@@ -200,6 +211,7 @@ class SchemaCost:
             node.in_place += self._all(_mapped(schema, keyword).values())
         for keyword in REFERENCES:
             if isinstance(schema.get(keyword), str):
+                self._referenced += 1
                 node.in_place.append(self._node(self._resolve(schema[keyword])))
         named = _mapped(schema, "properties")
         node.named = dict(zip(named, self._all(named.values()), strict=True))
@@ -341,6 +353,14 @@ def _mapped(schema: dict[str, Any], keyword: str) -> dict[str, JsonValue]:
     value = schema.get(keyword)
     members = value.items() if isinstance(value, dict) else ()
     return {name: part for name, part in members if isinstance(part, (dict, bool))}
+
+
+def _size_of(action: JsonValue) -> int:
+    if isinstance(action, dict):
+        return 1 + sum(_units(k) + _size_of(v) for k, v in action.items())
+    if isinstance(action, list):
+        return 1 + sum(_size_of(item) for item in action)
+    return _units(action)
 
 
 def _units(value: JsonValue) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kiln_core.actions import ActionSchema, InvalidAction, parse_reply, split_reasoning
-from kiln_core.canonical import digest_json, read_json, same_json, same_member
+from kiln_core.canonical import Sha256, read_json, same_json, same_member
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.errors import MalformedJson
 from kiln_core.manifest import (
@@ -216,6 +216,8 @@ class RolloutContext(msgspec.Struct, frozen=True, kw_only=True):
     inspection: EnvironmentInspection
     action_schema: ActionSchema
     group: ReplayGroup
+    reset_sha256: Sha256
+    """Digest of the group's reset object."""
     candidate: ReplayCandidate
     shared_prompt_tokens: int
     """Length of the group's ``prompt_token_ids``, 0 when absent."""
@@ -292,7 +294,7 @@ def _expected_provenance(context: RolloutContext) -> dict[str, Any]:
         "environment_schema_sha256": identity.schema_sha256,
         "action_schema_sha256": context.action_schema.sha256,
         "behavior_policy": context.summary.behavior_policy,
-        "reset_sha256": digest_json(context.group.reset_payload),
+        "reset_sha256": context.reset_sha256,
         "seed": context.group.seed,
         "steps": len(candidate.exchanges),
         "episode_return": candidate.episode_return,
@@ -401,6 +403,8 @@ def _check_warning(
 
 
 def _same_text(expected: str, found: str) -> bool:
+    if expected == found:
+        return True
     try:
         return same_json(read_json(expected, "text"), read_json(found, "text"))
     except MalformedJson:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from kiln_core import limits
 from kiln_core.actions import ActionSchema
@@ -22,6 +22,7 @@ from kiln_core.bundle import rollout_record
 from kiln_core.canonical import (
     JsonValue,
     digest,
+    digest_json,
     first_difference,
     read_json,
     read_record,
@@ -44,6 +45,7 @@ from kiln_core.prompt import SYSTEM_PROMPTS, initial_messages
 from kiln_core.receipt import (
     SUMMARY_SCHEMA,
     OpenEnvRolloutSummary,
+    OpenEnvTrainingSelection,
     RolloutRecord,
     rollout_stats,
 )
@@ -287,7 +289,8 @@ def _check_dataset(evidence: _Evidence) -> None:
     for count, group in enumerate(read_groups(files.dataset, files.dataset_name), 1):
         if count <= len(replay.groups):
             _check_group(evidence, group, replay.groups[count - 1], schemas)
-            selector.select(group)
+            if selector is not None:
+                selector.select(group)
     if count != len(replay.groups):
         fail_in(files.dataset_name)(
             "dataset_groups",
@@ -296,7 +299,10 @@ def _check_dataset(evidence: _Evidence) -> None:
             len(replay.groups),
             count,
         )
-    _check_selection(evidence, selector)
+    recorded = evidence.summary.training_selection
+    if selector is not None and not isinstance(recorded, UnsetType):
+        fail = fail_in(evidence.files.summary_name)
+        _check_selection(recorded, selector.record(), fail)
 
 
 def _check_group(
@@ -328,6 +334,7 @@ def _check_group(
             len(group.completions),
         )
     shared = group.prompt_token_ids
+    reset_sha256 = digest_json(captured.reset_payload)
     for index, (rollout, candidate) in enumerate(
         zip(group.completions, captured.candidates, strict=True)
     ):
@@ -336,6 +343,7 @@ def _check_group(
             inspection=inspection,
             action_schema=schemas[captured.environment_index],
             group=captured,
+            reset_sha256=reset_sha256,
             candidate=candidate,
             shared_prompt_tokens=0 if isinstance(shared, UnsetType) else len(shared),
         )
@@ -361,7 +369,9 @@ def _action_schemas(evidence: _Evidence) -> list[ActionSchema]:
     return schemas
 
 
-def _selector(summary: OpenEnvRolloutSummary) -> TrainingSelector:
+def _selector(summary: OpenEnvRolloutSummary) -> TrainingSelector | None:
+    if summary.training_selection is UNSET:
+        return None
     contract = summary.training_contract
     echo = (
         not isinstance(contract, UnsetType)
@@ -370,15 +380,15 @@ def _selector(summary: OpenEnvRolloutSummary) -> TrainingSelector:
     return TrainingSelector(keep_equal_rewards=echo)
 
 
-def _check_selection(evidence: _Evidence, selector: TrainingSelector) -> None:
-    recorded = evidence.summary.training_selection
-    if isinstance(recorded, UnsetType):
-        return
-    expected = selector.record()
+def _check_selection(
+    recorded: OpenEnvTrainingSelection,
+    expected: OpenEnvTrainingSelection,
+    fail: Callable[..., NoReturn],
+) -> None:
     for name in recorded.__struct_fields__:
         wanted, found = getattr(expected, name), getattr(recorded, name)
         if name != "warnings" and wanted != found:
-            fail_in(evidence.files.summary_name)(
+            fail(
                 "summary_selection",
                 f"/training_selection/{name}",
                 "the dataset gives another selection",

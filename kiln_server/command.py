@@ -5,12 +5,14 @@ Starlette and Hypercorn are imported when it runs, so that ``kiln --help`` stays
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
-__all__ = ["serve"]
+__all__ = ["ending_signals", "serve"]
 
 
 @click.command(
@@ -41,6 +43,23 @@ def serve(*, as_json: bool, **flags: Any) -> None:
     Every flag has an environment variable: KILN_MODEL_PATH, KILN_ADAPTER_DIR,
     KILN_SERVER_PORT and so on. KILN_API_TOKEN, when set, is demanded of every client.
     """
+    for number in ending_signals():
+        signal.signal(number, _leave)  # until the event loop has its own handlers
     from kiln_server.serve import run
 
     run(flags, as_json=as_json)
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a server.
+
+    A hang-up is not among them where ``nohup`` says so.
+    """
+    ending = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        ending.append(signal.SIGHUP)
+    return ending
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(0)

@@ -12,11 +12,10 @@ import logging
 import os
 import signal
 import socket
-import sys
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from importlib.metadata import entry_points
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from hypercorn.asyncio import serve as hypercorn_serve
@@ -26,13 +25,12 @@ from kiln_core.canonical import compact
 from kiln_core.engine import Engine, EngineSettings
 from kiln_core.errors import MissingExtra, OutputUnwritable, UsageError
 from kiln_server.app import create_app
+from kiln_server.command import ending_signals
 from kiln_server.settings import ServerSettings, settings_from
 from kiln_server.state import GRACEFUL_SECONDS, ServerState
 
 __all__ = ["create_engine", "listen", "run", "serve"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""They end a server; a hang-up does not where ``nohup`` says so."""
 UNFINISHED = 2
 """Exit code when the engine could not be started."""
 END_SECONDS = 300.0
@@ -49,8 +47,6 @@ def run(flags: Mapping[str, Any], *, as_json: bool = False) -> None:
     Raises:
         Exit: The engine could not be started, as the log has said.
     """
-    for number in _signals():
-        signal.signal(number, _leave)  # until the event loop has its own handlers
     settings = settings_from(os.environ, flags)
     with closing(listen(settings)) as listener:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
@@ -155,7 +151,7 @@ async def serve(
 async def _until_signal(state: ServerState, listener: socket.socket) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
-    ours = _signals()
+    ours = ending_signals()
     for number in ours:
         loop.add_signal_handler(number, stopping.set)
     try:
@@ -202,12 +198,3 @@ def _announce(state: ServerState, listener: socket.socket, *, as_json: bool) -> 
             )
         else:
             click.echo(f"Kiln serves {model} on {url}")
-
-
-def _signals() -> list[signal.Signals]:
-    no_hang_up = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return [s for s in SIGNALS if s != signal.SIGHUP or not no_hang_up]
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    sys.exit(0)

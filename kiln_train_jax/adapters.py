@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 import msgspec
+import numpy as np
 
 from kiln_core.canonical import pretty, read_json
 from kiln_core.errors import ArtifactError, InvalidRecord
@@ -25,8 +26,6 @@ from kiln_train_jax.weights import read_safetensors, tensors_digest, write_safet
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    import numpy as np
 
     from kiln_core.canonical import Sha256
     from kiln_train_jax.config import ModelConfig
@@ -124,8 +123,9 @@ def to_tensors(lora: Lora) -> dict[str, jax.Array]:
     for layer, pairs in enumerate(lora.layers):
         for target, pair in pairs.items():
             module = _module(layer, target)
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = pair.down.T
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = pair.up.T
+            down, up = (np.asarray(part, np.float32).T for part in pair)
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = jnp.asarray(down)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = jnp.asarray(up)
     return tensors
 
 
@@ -144,22 +144,28 @@ def into_bank(bank: Lora, slot: int, lora: Lora | None) -> Lora:
     for layer, pairs in enumerate(bank.layers):
         own = {} if lora is None else lora.layers[layer]
         layers.append(
-            {
-                target: _placed(pair, slot, own.get(target))
-                for target, pair in pairs.items()
-            }
+            {target: _padded(pair, own.get(target)) for target, pair in pairs.items()}
         )
     scale = jnp.float32(0.0) if lora is None else lora.scale
-    return Lora(tuple(layers), bank.scale.at[slot].set(scale))
+    placed: Lora = _place(bank, np.int32(slot), Lora(tuple(layers), scale))
+    return placed
 
 
-def _placed(pair: Pair, slot: int, own: Pair | None) -> Pair:
-    down = jnp.zeros_like(pair.down[slot])
-    up = jnp.zeros_like(pair.up[slot])
+@jax.jit
+def _place(bank: Lora, slot: jax.Array, one: Lora) -> Lora:
+    """Write one adapter over a slot of every bank array."""
+    placed: Lora = jax.tree.map(lambda many, own: many.at[slot].set(own), bank, one)
+    return placed
+
+
+def _padded(pair: Pair, own: Pair | None) -> Pair:
+    """Return factors of the bank's rank, zero beyond the adapter's own."""
+    down = np.zeros(pair.down.shape[1:], np.float32)
+    up = np.zeros(pair.up.shape[1:], np.float32)
     if own is not None:
         rank = own.down.shape[1]
-        down, up = down.at[:, :rank].set(own.down), up.at[:rank].set(own.up)
-    return Pair(pair.down.at[slot].set(down), pair.up.at[slot].set(up))
+        down[:, :rank], up[:rank] = own.down, own.up
+    return Pair(jnp.asarray(down), jnp.asarray(up))
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
@@ -234,7 +240,7 @@ def _to_lora(
             module = _module(layer, target)
             down = _take(left, f"{PREFIX}{module}.lora_A.weight", (rank, inputs))
             up = _take(left, f"{PREFIX}{module}.lora_B.weight", (outputs, rank))
-            pairs[target] = Pair(down.T, up.T)
+            pairs[target] = Pair(jnp.asarray(down.T), jnp.asarray(up.T))
         layers.append(pairs)
     if left:
         raise InvalidRecord(f"tensor {min(left)} has no place in this model")
@@ -243,7 +249,7 @@ def _to_lora(
 
 def _take(
     tensors: dict[str, np.ndarray], name: str, shape: tuple[int, int]
-) -> jax.Array:
+) -> np.ndarray:
     """Remove one tensor from a mapping as float32.
 
     Raises:
@@ -256,8 +262,8 @@ def _take(
             f"adapter tensor {name} is {found}, the model asks for {list(shape)}",
             hint="the adapter belongs to another base model",
         )
-    values = jnp.asarray(tensor, jnp.float32)
-    if not bool(jnp.isfinite(values).all()):
+    values = tensor.astype(np.float32)
+    if not np.isfinite(values).all():
         raise InvalidRecord(f"adapter tensor {name} holds values that are not finite")
     return values
 

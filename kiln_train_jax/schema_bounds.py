@@ -20,6 +20,7 @@ INTEGER_SPAN: Final = 999_999
 NUMBER_SPAN: Final = 1_000
 DECIMALS: Final = 2
 MAX_DECIMALS: Final = 6
+EXACT: Final = 2**53
 LARGE: Final = 2**40
 """Magnitude up to which decimals survive the reader's 64-bit floats."""
 PRECISION: Final = 1_000
@@ -162,6 +163,8 @@ def _bounds(kind: str, node: Schema) -> tuple[Decimal, Decimal]:
         low, high = Decimal(math.ceil(low)), Decimal(math.floor(high))
         low += 1 if low == strict_low else 0
         high -= 1 if high == strict_high else 0
+        # The grammar compiler keeps bounds as doubles: none beyond their whole numbers.
+        low, high = max(low, Decimal(-EXACT)), min(high, Decimal(EXACT))
     return low, high
 
 

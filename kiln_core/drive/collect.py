@@ -230,9 +230,8 @@ class _Collection:
             for running, candidate_index in plan:
                 setting = running.setting
                 stage = stages[setting.environment_index]
-                running.finished.append(
-                    await self._candidate(stage, setting, candidate_index)
-                )
+                finished = await self._candidate(stage, setting, candidate_index)
+                running.finished.append(finished)
                 if len(running.finished) == self.controls.group_size:
                     groups[setting.group_index] = self._group(running)
 
@@ -345,10 +344,6 @@ class _Collection:
             KilnError: Its last attempt failed; ``details`` say which candidate.
         """
         attempt = 0
-        place = {
-            "group_index": setting.group_index,
-            "candidate_index": candidate_index,
-        }
         while True:
             lease = Lease(self.budget)
             try:
@@ -359,7 +354,11 @@ class _Collection:
             except KilnError as error:
                 lease.close()
                 attempt += 1
-                error.details |= {**place, "attempts": attempt}
+                error.details |= {
+                    "group_index": setting.group_index,
+                    "candidate_index": candidate_index,
+                    "attempts": attempt,
+                }
                 if not self._again(error, attempt):
                     raise
                 self.observer.warning(
@@ -377,10 +376,8 @@ class _Collection:
             attempt=attempt,
             capacity_retries=retries,
         )
-        lease.settle(
-            len(compact(candidate.rollout)) + len(compact(candidate.replay)),
-            "a candidate",
-        )
+        size_bytes = len(compact(candidate.rollout)) + len(compact(candidate.replay))
+        lease.settle(size_bytes, "a candidate")
         return candidate, lease
 
     def _again(self, error: KilnError, attempts: int) -> bool:

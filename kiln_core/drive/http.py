@@ -88,7 +88,7 @@ class EnvironmentClient:
         base_url: Canonical base URL.
         http: The aiohttp session, credential included.
         credential: What authenticates, or None.
-        line: Held by whoever is next in line for a session of a full server.
+        line: Taken by whoever is next in line for a session of a full server.
         freed: Set, and replaced, whenever a session of ours has ended.
     """
 
@@ -101,7 +101,7 @@ class EnvironmentClient:
         self.base_url = base_url
         self.http = http
         self.credential = credential
-        self.line = anyio.Lock()
+        self.line = anyio.Semaphore(1, max_value=1)
         self.freed = anyio.Event()
 
     @property

@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kiln_cli.main import run
 from kiln_core.canonical import pretty
 from tests.cli.conftest import OUTPUTS, Cli, files_in
-from tests.server.running import Running
-from tests.simulators.environment import Simulator, observation, state
+from tests.server.running import Running, running
+from tests.simulators.environment import (
+    Simulator,
+    default_documents,
+    observation,
+    state,
+)
 
 VERIFY = ("openenv", "verify")
 REPLAY = ("openenv", "replay")
+
+
+@pytest.fixture(scope="module")
+def recorded(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Simulator, dict[str, bytes]]]:
+    """A live environment and the files of a bundle that was collected on it."""
+    folder = tmp_path_factory.mktemp("recorded")
+    adapters = tmp_path_factory.mktemp("adapters")
+    with (
+        Simulator().serving_in_thread() as simulator,
+        running(adapters) as kiln,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.chdir(folder)
+        where = ("--environment", simulator.url, "--url", kiln.url)
+        plan = ("--groups", "3", "--max-steps", "3", "--thinking", "false")
+        with pytest.raises(SystemExit) as stop:
+            run(["openenv", "rollout", *where, *plan, "--json"])
+        assert stop.value.code == 0
+        yield simulator, files_in(folder)
+
+
+@pytest.fixture
+def environment(recorded: tuple[Simulator, dict[str, bytes]]) -> Iterator[Simulator]:
+    """The environment of the bundle, which a test may change."""
+    simulator = recorded[0]
+    yield simulator
+    simulator.script = {}
+    simulator.documents = default_documents()
+
+
+@pytest.fixture
+def bundle(
+    recorded: tuple[Simulator, dict[str, bytes]],
+    environment: Simulator,
+    tmp_path: Path,
+) -> Path:
+    for name, data in recorded[1].items():
+        (tmp_path / name).write_bytes(data)
+    return tmp_path / OUTPUTS[2]
 
 
 def test_verdict_lists_the_checks(cli: Cli, bundle: Path) -> None:

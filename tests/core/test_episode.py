@@ -346,16 +346,32 @@ def test_budget_stops_an_episode_and_gives_back() -> None:
 @pytest.mark.parametrize("reply", ["\ud800", amount(1) + "\udfff"])
 def test_reply_that_is_no_unicode_text_is_refused(reply: str) -> None:
     with pytest.raises(PolicyError):
-        play(SETUP, PureServer(), _Fixed(reply))  # type: ignore[arg-type] - stands in
+        play(SETUP, PureServer(), _Fixed(reply))
 
 
 class _Fixed(ToyPolicy):
-    def __init__(self, reply: str) -> None:
+    """Answers what no honest policy would."""
+
+    def __init__(self, reply: str = "{}", **changes: Any) -> None:
         super().__init__(["{}"], tokens=False)
-        self.text = reply
+        self.changes = {"content": reply, **changes}
 
     def reply(self, ask: Ask) -> Any:
-        return msgspec.structs.replace(super().reply(ask), content=self.text)
+        return msgspec.structs.replace(super().reply(ask), **self.changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"total_tokens": -1},
+        {"latency_ms": -0.5},
+        {"latency_ms": float("nan")},
+        {"latency_ms": float("inf")},
+    ],
+)
+def test_cost_that_is_no_count_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError):
+        play(SETUP, PureServer(), _Fixed(**changes))
 
 
 def test_nul_and_controls_in_a_reply_are_kept() -> None:

@@ -437,18 +437,18 @@ async def test_late_answer_belongs_to_nobody() -> None:
         )
 
     script = {"step": echo}
-    slow = {"step": echo, "step 3": both(late(0.35), echo)}
+    slow = {"step": echo, "step 3": both(late(0.7), echo)}
 
     async with Simulator(lambda n: slow if n == 1 else script).serving() as server:
         request = collection(server.url, group_size=3, concurrency=3)
-        bundle, notes = await gather(request, adds(1, 2, 3), SessionTimes(0.2))
+        bundle, notes = await gather(request, adds(1, 2, 3), SessionTimes(0.4))
         assert await server.all_ended()
     assert [peer.actions for peer in server.peers] == [
         [{"amount": 1}, {"amount": 2}, {"amount": 3}]
     ] * 4
     assert server.peers[1].commands == ["reset", "step", "step", "step"]
     assert len(notes.warnings) == 1
-    assert "gave no answer in 0.2 s; collecting it again" in notes.warnings[0]
+    assert "gave no answer in 0.4 s; collecting it again" in notes.warnings[0]
     for group in json.loads(bundle.replay)["groups"]:
         for candidate in group["candidates"]:
             for exchange in candidate["exchanges"]:
@@ -502,22 +502,22 @@ async def test_abandoned_session_holds_the_only_slot() -> None:
 
 async def test_policy_slower_than_an_idle_limit() -> None:
     """https://github.com/huggingface/OpenEnv/pull/362"""
-    async with Simulator(idle_seconds=0.15).serving() as server:
+    async with Simulator(idle_seconds=0.5).serving() as server:
         bundle, notes = await gather(
-            collection(server.url), thinks(0.4, 1, 3), SessionTimes(0.3)
+            collection(server.url), thinks(0.7, 1, 3), SessionTimes(0.4)
         )
     assert notes.warnings == []
     assert bundle.summary.stats.done_count == 2
-    assert all(peer.commands.count("state") > 4 for peer in server.peers)
+    assert all(peer.commands.count("state") > 3 for peer in server.peers)
 
 
 async def test_policy_that_blocks_a_thread() -> None:
     async def block(request: PolicyRequest) -> None:
-        await anyio.to_thread.run_sync(time.sleep, 0.3)
+        await anyio.to_thread.run_sync(time.sleep, 0.7)
 
-    async with Simulator(idle_seconds=0.15).serving() as server:
+    async with Simulator(idle_seconds=0.5).serving() as server:
         bundle, notes = await gather(
-            collection(server.url), SlowPolicy(block, 1, 3), SessionTimes(0.3)
+            collection(server.url), SlowPolicy(block, 1, 3), SessionTimes(0.4)
         )
     assert (bundle.summary.stats.done_count, notes.warnings) == (2, [])
 
@@ -551,12 +551,17 @@ FAULTS: dict[str, tuple[str, Handler]] = {
 }
 
 
+def patience(fault: str) -> SessionTimes:
+    """Return short deadlines only where one has to pass."""
+    return SessionTimes(0.25 if "times out" in fault else 5)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_infrastructure_failure_is_collected_again(fault: str) -> None:
     moment, handler = FAULTS[fault]
     async with Simulator(first(handler, moment)).serving() as server:
         bundle, notes = await gather(
-            collection(server.url, concurrency=1), adds(1, 3), SessionTimes(0.1)
+            collection(server.url, concurrency=1), adds(1, 3), patience(fault)
         )
         assert len(server.peers) == 3
     assert len(notes.warnings) == 1
@@ -573,7 +578,7 @@ async def test_spent_attempts_fail_the_whole_collection(
     moment, handler = FAULTS[fault]
     async with Simulator(first(handler, moment, retries + 1)).serving() as server:
         request = collection(server.url, concurrency=1, episode_retries=retries)
-        spent = await failure(request, adds(1, 3), SessionTimes(0.1))
+        spent = await failure(request, adds(1, 3), patience(fault))
         assert len(server.peers) == retries + 1
         assert await server.all_ended()
     assert isinstance(spent, SessionLost | SessionRefused)
@@ -959,7 +964,7 @@ async def test_error_in_one_session_closes_the_others() -> None:
         request = collection(server.url, group_size=4)
         await failure(request, thinks(0.05, 1, 3), SessionTimes(5))
         assert await server.all_ended()
-        assert all(peer.commands.count("step") == 1 for peer in server.peers)
+        assert all(peer.commands.count("step") <= 1 for peer in server.peers)
 
 
 # Chaos

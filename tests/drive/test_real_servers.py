@@ -97,11 +97,11 @@ async def test_policy_slower_than_a_keepalive_interval(
     real: Real,
 ) -> None:
     async def think(request: PolicyRequest) -> None:
-        await anyio.sleep(0.3)
+        await anyio.sleep(0.6)
 
     request = collection(real.counter)
     bundle = await collect(
-        request, SlowPolicy(think, 1, 3), times=SessionTimes(exchange_seconds=0.4)
+        request, SlowPolicy(think, 1, 3), times=SessionTimes(exchange_seconds=1.0)
     )
     assert bundle.summary.stats.done_count == 2
 
@@ -149,7 +149,7 @@ async def test_server_that_stops_and_one_that_is_terminated(
     SIGSTOP leaves the sockets open and nothing answers; SIGTERM closes with 1012.
     """
     victim = real.stopped
-    times = SessionTimes(exchange_seconds=0.3, http_seconds=0.3)
+    times = SessionTimes(exchange_seconds=0.6, http_seconds=0.6)
     stopped = await collected_while(
         victim.url, lambda: victim.process.send_signal(signal.SIGSTOP), times
     )

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from kiln_cli.main import run
-from kiln_server.serve import SIGNALS as HANDLED
 from tests.server.running import SECONDS, kiln_environment, process, until
 from tests.simulators.engine import ENTRY_POINT, FAILS, HOLDS, entry_point
 
 CHAT = "/v1/chat/completions"
 BODY = {"messages": [{"role": "user", "content": "x"}]}
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
+ENDING = [*SIGNALS, signal.SIGHUP]
 
 
 def serve(tmp_path: Path, *flags: str, **variables: str) -> tuple[int, str, str]:
@@ -161,7 +161,7 @@ def test_bad_setting_is_refused_before_serving(
     defaults = {"KILN_SERVER_PORT": "0", "KILN_ENGINE": ENTRY_POINT}
     for name, value in {**defaults, **variables}.items():
         monkeypatch.setenv(name, value)
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
     try:
         with pytest.raises(SystemExit) as stop:
             run(["serve", *flags])

@@ -183,7 +183,7 @@ class SimulatedEngine:
                 return
         try:
             generation = self.generate(request)
-        except Exception as error:  # noqa: BLE001 - the future carries it
+        except Exception as error:
             with suppress(InvalidStateError):
                 future.set_exception(error)
             return
@@ -536,7 +536,7 @@ def _random(request: GenerationRequest) -> random.Random:
 
 
 def _seeded(seed: int) -> random.Random:
-    return random.Random(seed)  # noqa: S311 - repeatable on purpose
+    return random.Random(seed)
 
 
 def _mean_reward(job: TrainingJob) -> float:

@@ -17,20 +17,24 @@ from kiln_train_jax.adapters import (
     write_adapter,
 )
 from kiln_train_jax.bank import AdapterBank
-from kiln_train_jax.lora import TARGETS, empty_bank, init, select_one
+from kiln_train_jax.lora import TARGETS, Lora, empty_bank, init, select_one
 
 
 def make(engine, name, seed, *, rank=4, targets=TARGETS):
     """Write an adapter that really changes the model."""
     config = engine.folder.config
-    lora = init(config, rank=rank, alpha=8.0, key=jax.random.key(seed), targets=targets)
+    key = jax.random.key(seed)
+    lora = jax.eval_shape(
+        lambda: init(config, rank=rank, alpha=8.0, key=key, targets=targets)
+    )
+    stream = np.random.default_rng(seed)
     noisy = jax.tree.map(
-        lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(seed), leaf.shape),
+        lambda leaf: 0.3 * stream.normal(size=leaf.shape).astype(np.float32),
         lora.layers,
     )
     folder = engine.library.directory / name
     folder.mkdir(parents=True, exist_ok=True)
-    lora = lora._replace(layers=noisy)
+    lora = Lora(noisy, np.float32(8.0 / rank))
     return write_adapter(
         folder, lora, model_id=engine.served_model_id, rank=rank, alpha=8.0
     )

@@ -107,7 +107,7 @@ SCHEMAS = {
         t={"type": "integer", "minimum": 10**12},
         u={"type": "number", "maximum": -5000.5},
         v={"type": "number", "exclusiveMaximum": 7, "minimum": 6.99},
-        w={"type": "number", "minimum": 2**53 + 1, "maximum": 2**53 + 3},
+        w={"type": "number", "minimum": 2**53 - 9, "maximum": 2**53 + 3},
     ),
     "patterns": fields(
         d={"type": "string", "format": "date"},
@@ -177,6 +177,7 @@ REFUSED = {
         },
         "$ref": "#/$defs/d0",
     },
+    "beyond doubles": fields(a={"type": "integer", "minimum": 2**53 + 1}),
     "nothing possible": fields(a={"type": "integer", "minimum": 5, "maximum": 4}),
     "closed combination": {
         "allOf": [fields(a={"type": "integer"}), fields(b={"type": "integer"})]

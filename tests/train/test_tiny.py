@@ -129,16 +129,21 @@ def test_shipped_model_reads_and_copies(script, tiny, prompt_tokens):
 def test_named_answer_is_followed_at_once(script, tiny):
     """A smoke test of reading; it is solved without training and proves no more."""
     system = "Answer with one JSON object for this schema: {'properties':{'pick':{}}}"
+    graph, state = nnx.split(tiny.model)
+
+    @jax.jit
+    def last_logits(state, tokens):
+        model = nnx.merge(graph, state)
+        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        hidden, _ = model(tokens, places, script.FullContext())
+        return model.logits(hidden[0, -1])
+
     right = 0
     for wanted in range(8):
         prompt = tiny.template.render(
             [Message("system", system), Message("user", f"The pick is {wanted}. Go.")]
         )
         tokens = [*prompt.tokens, *b'{"pick":']
-        places = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-        hidden, _ = tiny.model(
-            jnp.array([tokens], jnp.int32), places, script.FullContext()
-        )
-        digits = np.asarray(tiny.model.logits(hidden[0, -1]))[48:56]
+        digits = last_logits(state, np.array([tokens], np.int32))[48:56]
         right += int(digits.argmax()) == wanted
     assert right >= 7
