@@ -256,12 +256,7 @@ def first_difference(left: JsonValue, right: JsonValue) -> str | None:
 def differences(left: JsonValue, right: JsonValue, at: str = "") -> Iterator[str]:
     """Yield the JSON Pointer of every place where two values differ."""
     if isinstance(left, dict) and isinstance(right, dict):
-        for key in sorted(left.keys() | right.keys()):
-            place = f"{at}/{escape_token(key)}"
-            if key in left and key in right:
-                yield from differences(left[key], right[key], place)
-            else:
-                yield place
+        yield from _member_differences(left, right, at)
     elif isinstance(left, list) and isinstance(right, list):
         for index, (one, other) in enumerate(zip(left, right, strict=False)):
             yield from differences(one, other, f"{at}/{index}")
@@ -269,6 +264,17 @@ def differences(left: JsonValue, right: JsonValue, at: str = "") -> Iterator[str
             yield f"{at}/{min(len(left), len(right))}"
     elif not same_json(left, right):
         yield at
+
+
+def _member_differences(
+    left: dict[str, JsonValue], right: dict[str, JsonValue], at: str
+) -> Iterator[str]:
+    for key in sorted(left.keys() | right.keys()):
+        place = f"{at}/{escape_token(key)}"
+        if key in left and key in right:
+            yield from differences(left[key], right[key], place)
+        else:
+            yield place
 
 
 def escape_token(key: str) -> str:
@@ -332,7 +338,9 @@ def nests_deeper(value: JsonValue, levels: int) -> bool:
 
 def printable(text: str, limit: int = MAX_QUOTED) -> str:
     """Return text of a peer as one short line that is safe to show."""
-    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    shown = "".join(
+        char if char.isprintable() else ascii(char)[1:-1] for char in text[: limit + 1]
+    )
     return shown if len(shown) <= limit else shown[:limit] + "..."
 
 

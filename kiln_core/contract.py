@@ -114,6 +114,8 @@ def materialize_config(request: PreflightRequest, *, gated: bool = False) -> Grp
     """
     adapter = base_or_adapter(request.adapter)
     check_name(request.output_adapter, "output adapter")
+    if base_or_adapter(request.output_adapter) is None:
+        raise UsageError(f"output adapter {request.output_adapter!r} is the base model")
     config = msgspec.structs.replace(
         request.training_config,
         output_name=request.output_adapter,

@@ -136,20 +136,29 @@ def environment_url(text: str, *, default_scheme: bool = True) -> str:
     url = text.strip()
     if default_scheme and "://" not in url:
         url = "http://" + url
-    # urlsplit drops line breaks in silence, and a backslash is a slash to some peers
-    if not url.isprintable() or " " in url or "\\" in url:
-        raise UsageError(f"environment URL {text!r} holds characters no URL has")
     parts = _split_url(url, text)
     named = parts.hostname and not parts.netloc.endswith(":")
     if parts.scheme not in {"http", "https"} or not named:
         raise UsageError(f"environment URL {text!r} is not an http or https URL")
     if parts.username is not None or parts.password is not None:
         raise UsageError("an environment URL must not carry a user name or password")
-    if "?" in url or "#" in url:
-        raise UsageError(f"environment URL {text!r} must have no query or fragment")
     if len(url.encode()) > limits.MAX_URL_BYTES:
         raise UsageError(f"environment URL is over {limits.MAX_URL_BYTES} bytes")
     return f"{parts.scheme}://{parts.netloc.lower()}{parts.path.rstrip('/')}"
+
+
+def _split_url(url: str, text: str) -> SplitResult:
+    # urlsplit drops line breaks in silence, and a backslash is a slash to some peers
+    if not url.isprintable() or " " in url or "\\" in url:
+        raise UsageError(f"environment URL {text!r} holds characters no URL has")
+    if "?" in url or "#" in url:
+        raise UsageError(f"environment URL {text!r} must have no query or fragment")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise UsageError(f"environment URL {text!r} is malformed: {error}") from error
+    return parts
 
 
 def websocket_url(base_url: str) -> str:
@@ -224,15 +233,6 @@ def _same_field(
     if name == "discovery_sha256" and expected is UNSET:
         return True
     return bool(expected == getattr(live, name))
-
-
-def _split_url(url: str, text: str) -> SplitResult:
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        raise UsageError(f"environment URL {text!r} is malformed: {error}") from error
-    return parts
 
 
 def _metadata(base_url: str, document: JsonValue) -> Metadata:

@@ -21,7 +21,11 @@ from kiln_core import limits
 from kiln_core.canonical import Record, first_difference, same_json, total
 from kiln_core.discovery import ensure_unchanged
 from kiln_core.errors import DriftError, UsageError
-from kiln_core.manifest import OpenEnvReplayManifest, wire_observation
+from kiln_core.manifest import (
+    OpenEnvReplayManifest,
+    ReplayGroup,
+    wire_observation,
+)
 from kiln_core.receipt import RolloutRecord
 from kiln_core.records import Count, Seed
 
@@ -162,20 +166,23 @@ def check_paired(
     for index, (left, right) in enumerate(
         zip(baseline.groups, candidate.groups, strict=True)
     ):
-        plan = ("group_index", "environment_index", "seed", "reset_payload")
-        for name in plan:
-            if not same_json(getattr(left, name), getattr(right, name)):
-                _refuse_pair(f"/groups/{index}/{name}")
-        pointer = first_difference(
-            wire_observation(left.reset_observation),
-            wire_observation(right.reset_observation),
-        )
-        if pointer is not None:
-            _refuse_pair(f"/groups/{index}/reset_observation{pointer}")
-        if [c.candidate_index for c in left.candidates] != [
-            c.candidate_index for c in right.candidates
-        ]:
-            _refuse_pair(f"/groups/{index}/candidates")
+        _check_paired_groups(left, right, f"/groups/{index}")
+
+
+def _check_paired_groups(left: ReplayGroup, right: ReplayGroup, at: str) -> None:
+    for name in ("group_index", "environment_index", "seed", "reset_payload"):
+        if not same_json(getattr(left, name), getattr(right, name)):
+            _refuse_pair(f"{at}/{name}")
+    pointer = first_difference(
+        wire_observation(left.reset_observation),
+        wire_observation(right.reset_observation),
+    )
+    if pointer is not None:
+        _refuse_pair(f"{at}/reset_observation{pointer}")
+    if [c.candidate_index for c in left.candidates] != [
+        c.candidate_index for c in right.candidates
+    ]:
+        _refuse_pair(f"{at}/candidates")
 
 
 def evaluate_pairs(

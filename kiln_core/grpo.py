@@ -171,13 +171,12 @@ def check_grpo_config(config: GrpoConfig) -> None:
     Raises:
         UsageError: A rule is broken; the message names the fields.
     """
-    problem = _out_of_range(config)
-    if problem is not None:
-        raise UsageError(f"invalid training configuration: {problem}")
+    _check_ranges(config)
     kl_off = config.kl_coeff == 0 or config.kl_estimator == "none"
+    no_reference = isinstance(config.kl_reference_policy, NoReference)
     rules = (
         (
-            isinstance(config.kl_reference_policy, NoReference) and not kl_off,
+            no_reference and not kl_off,
             "kl_reference_policy none needs kl_coeff 0 or kl_estimator none",
         ),
         (
@@ -242,13 +241,12 @@ def _all_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _out_of_range(config: GrpoConfig) -> str | None:
-    """Return why a configuration built in code could not have been read, or None."""
+def _check_ranges(config: GrpoConfig) -> None:
+    # a configuration that was built in code has passed no reader
     try:
         msgspec.convert(msgspec.to_builtins(config), GrpoConfig)
     except msgspec.ValidationError as error:
-        return str(error)
-    return None
+        raise UsageError(f"invalid training configuration: {error}") from error
 
 
 def effective_seed(config: GrpoConfig, corpus_sha256: str) -> int:

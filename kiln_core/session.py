@@ -229,16 +229,7 @@ class Session:
             raise self.poisoned(_reflected())
         if not self.awaiting and self.state is not SessionState.FRESH:
             raise self.poisoned(_broken("sent a frame nobody asked for"))
-        try:
-            frame = read_json(data, "frame")
-            # escapes hide a token from the bytes, not from what would be retained
-            if self._secrets and self._reflects(canonical_bytes(frame)):
-                raise self.poisoned(_reflected())
-            kind, event = _event(frame)
-        except (MalformedJson, InvalidRecord) as error:
-            raise self.poisoned(
-                _broken(f"sent an invalid frame: {error.message}")
-            ) from error
+        kind, event = self._read(data)
         following = ANSWERS.get((self.state, kind))
         if following is None:
             raise self.poisoned(
@@ -246,6 +237,18 @@ class Session:
             )
         self.state = following
         return event
+
+    def _read(self, data: bytes) -> tuple[str, Event]:
+        try:
+            frame = read_json(data, "frame")
+            # escapes hide a token from the bytes, not from what would be retained
+            if self._secrets and self._reflects(canonical_bytes(frame)):
+                raise self.poisoned(_reflected())
+            return _event(frame)
+        except (MalformedJson, InvalidRecord) as error:
+            raise self.poisoned(
+                _broken(f"sent an invalid frame: {error.message}")
+            ) from error
 
     def _reflects(self, data: bytes) -> bool:
         return any(secret in data for secret in self._secrets)

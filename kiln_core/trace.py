@@ -224,24 +224,17 @@ def check_tokens(
     available = shared_prompt_tokens
     for index, turn in enumerate(tokens.turns):
         place = f"{at}/turns/{index}"
-        first = index == 0
-        if turn.prompt_prefix > available or (first and turn.prompt_prefix < available):
+        if index == 0:
+            _check_first_prompt(turn, shared_prompt_tokens, place, fail)
+        if turn.prompt_prefix > available:
             fail(
                 "dataset_trace",
                 f"{place}/prompt_prefix",
-                "it repeats the whole shared prompt, or no more than came before",
+                "it repeats more than came before",
                 available,
                 turn.prompt_prefix,
             )
-        if first and turn.prompt_token_ids:
-            fail(
-                "dataset_trace",
-                f"{place}/prompt_token_ids",
-                "the first prompt is the group's",
-                [],
-                turn.prompt_token_ids,
-            )
-        if turn.observation_spans and (first or not observed[index - 1]):
+        if turn.observation_spans and not (index and observed[index - 1]):
             fail(
                 "dataset_trace",
                 f"{place}/observation_spans",
@@ -252,6 +245,23 @@ def check_tokens(
         available = (
             turn.prompt_prefix + len(turn.prompt_token_ids) + len(turn.action_token_ids)
         )
+
+
+def _check_first_prompt(
+    turn: TurnTokens, shared_prompt_tokens: int, at: str, fail: Callable[..., Any]
+) -> None:
+    for name, expected, found in (
+        ("prompt_prefix", shared_prompt_tokens, turn.prompt_prefix),
+        ("prompt_token_ids", [], turn.prompt_token_ids),
+    ):
+        if found != expected:
+            fail(
+                "dataset_trace",
+                f"{at}/{name}",
+                "the first prompt is the group's",
+                expected,
+                found,
+            )
 
 
 def prompt_token_ids(samples: Sequence[TurnSample]) -> list[int] | None:

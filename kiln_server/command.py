@@ -12,7 +12,9 @@ from typing import Any, NoReturn
 
 import click
 
-__all__ = ["ending_signals", "serve"]
+from kiln_server.signals import ending_signals
+
+__all__ = ["serve"]
 
 
 @click.command(
@@ -48,17 +50,6 @@ def serve(*, as_json: bool, **flags: Any) -> None:
     from kiln_server.serve import run
 
     run(flags, as_json=as_json)
-
-
-def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a server.
-
-    A hang-up is not among them where ``nohup`` says so.
-    """
-    ending = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        ending.append(signal.SIGHUP)
-    return ending
 
 
 def _leave(number: int, frame: object) -> NoReturn:

@@ -25,8 +25,8 @@ from kiln_core.canonical import compact
 from kiln_core.engine import Engine, EngineSettings
 from kiln_core.errors import MissingExtra, OutputUnwritable, UsageError
 from kiln_server.app import create_app
-from kiln_server.command import ending_signals
 from kiln_server.settings import ServerSettings, settings_from
+from kiln_server.signals import ending_signals
 from kiln_server.state import GRACEFUL_SECONDS, ServerState
 
 __all__ = ["create_engine", "listen", "run", "serve"]

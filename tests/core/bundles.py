@@ -296,7 +296,14 @@ def verify(files: BundleBytes) -> VerifiedBundle:
     return verify_bundle(files)
 
 
-DROP = object()
+class _Drop:
+    """Stands for no value; its name is the same in every process."""
+
+    def __repr__(self) -> str:
+        return "DROP"
+
+
+DROP = _Drop()
 
 
 def put(document: Any, pointer: str, value: Any) -> None:

@@ -446,7 +446,7 @@ def test_hostile_schema_is_refused(schema: Any) -> None:
         ActionSchema(schema)
 
 
-def deep(levels: int, key: str = "x", leaf: Any = None) -> dict[str, Any]:
+def deep(levels: int, key: str = "x", leaf: Any = None) -> Any:
     value: Any = {} if leaf is None else leaf
     for _ in range(levels):
         value = {key: value}

@@ -25,6 +25,7 @@ from kiln_core.errors import (
     UsageError,
 )
 from kiln_core.manifest import Observation
+from kiln_core.trace import RolloutTrace
 from tests.core.bundles import (
     CONTROLS,
     VARIANTS,
@@ -173,7 +174,8 @@ def test_tokens_are_kept_whole_or_not_at_all() -> None:
         setting, partial, candidate_index=0, attempt=0, capacity_retries=0
     )
     assert candidate.prompt_token_ids is None
-    assert candidate.rollout.trace.tokens is None  # type: ignore[union-attr] - set
+    assert isinstance(candidate.rollout.trace, RolloutTrace)
+    assert candidate.rollout.trace.tokens is None
 
 
 def test_policy_that_misplaces_content_is_at_fault() -> None:
@@ -181,6 +183,7 @@ def test_policy_that_misplaces_content_is_at_fault() -> None:
     setting = collection.setting(0)
     episode = play(collection.setup(setting), PureServer(), ToyPolicy(["x"]))
     reply = episode.replies[0]
+    assert reply.sample is not None
     sample = msgspec.structs.replace(reply.sample, content_spans=((0, 10**6),))
     broken = msgspec.structs.replace(reply, sample=sample)
     with pytest.raises(PolicyError):

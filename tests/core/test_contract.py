@@ -92,6 +92,8 @@ def test_gate_defers_loading(auto_load: bool, gated: bool, loads: bool) -> None:
     [
         PreflightRequest(output_adapter=""),
         PreflightRequest(output_adapter="../x"),
+        PreflightRequest(output_adapter="base"),
+        PreflightRequest(output_adapter="NULL"),
         PreflightRequest(output_adapter="x", adapter="a/b"),
         PreflightRequest(output_adapter="x", training_config=GrpoConfig(lora_rank=8)),
         PreflightRequest(output_adapter="x", training_config=GrpoConfig(lora_rank=0)),

@@ -21,6 +21,7 @@ from kiln_core.errors import IdentityDrift, RemoteProtocolError, UsageError
 from tests.simulators.pure import COUNTER, COUNTER_ACTION, documents
 
 URL = "http://127.0.0.1:8001"
+OPENAPI: dict[str, Any] = COUNTER.openapi or {}
 
 
 def inspect(found: DiscoveryDocuments = COUNTER) -> EnvironmentInspection:
@@ -90,7 +91,7 @@ def test_order_and_white_space_do_not_matter() -> None:
     [
         ("metadata", {**COUNTER.metadata, "licence": "MIT"}),
         ("schema", {**COUNTER.schema, "x-extra": None}),
-        ("openapi", {**COUNTER.openapi, "x-extra": [1]}),
+        ("openapi", {**OPENAPI, "x-extra": [1]}),
         ("openapi", None),
         ("environments", None),
     ],
@@ -106,7 +107,7 @@ def test_unknown_extension_changes_the_complete_digest(
 
 
 def test_number_types_of_documents_are_part_of_the_digest() -> None:
-    one, other = dict(COUNTER.openapi), dict(COUNTER.openapi)
+    one, other = dict(OPENAPI), dict(OPENAPI)
     one["x"], other["x"] = 1, 1.0
     assert replaced("openapi", one).sha256 != replaced("openapi", other).sha256
 

@@ -238,7 +238,7 @@ def test_rewards_of_every_type_count() -> None:
     }
     found = episode(amount(0), overrides=frames)
     assert found.episode_return == 1.0 + float(2**60 + 1) + 0.0 + 0.25
-    observed = [e.result.observation.reward for e in found.exchanges]  # type: ignore[union-attr] - all observations
+    observed = [e.result.observation.reward for e in found.exchanges]  # type: ignore[union-attr]  # all observations
     assert [type(r) for r in observed] == [bool, int, type(None), float]
 
 
@@ -316,7 +316,8 @@ def test_everything_retained_is_charged(tokens: bool) -> None:
     expected = sum(len(compact(piece)) for piece in retained)
     expected += len(compact(found.final_state))
     if tokens:
-        expected += sum(len(compact(r.sample.provenance)) for r in found.replies)  # type: ignore[union-attr] - set
+        samples = [r.sample for r in found.replies]
+        expected += sum(len(compact(s.provenance)) for s in samples if s)
     assert lease.used_bytes == budget.used_bytes == expected
     lease.close()
     assert budget.used_bytes == 0

@@ -22,7 +22,7 @@ from kiln_core.grpo import (
 )
 from tests.simulators.pure import sha
 
-DEFAULTS = {
+DEFAULTS: dict[str, Any] = {
     "learning_rate": None,
     "kl_coeff": 0.1,
     "clip_epsilon": 0.2,

@@ -11,7 +11,7 @@ from kiln_core.canonical import compact, convert_record
 from kiln_core.dataset import read_groups
 from kiln_core.errors import InvalidRecord
 from kiln_core.lineage import CorpusLineage, OpenEnvTrainingData
-from kiln_core.records import AgenticGroup
+from kiln_core.records import AgenticGroup, OpenEnvRolloutProvenance
 from tests.core.bundles import DROP, Collection, put
 from tests.simulators.pure import sha
 
@@ -97,9 +97,15 @@ def test_lineage_names_the_corpus() -> None:
     ]
 
 
+def provenance(group: AgenticGroup, index: int) -> OpenEnvRolloutProvenance:
+    found = group.completions[index].openenv
+    assert isinstance(found, OpenEnvRolloutProvenance)
+    return found
+
+
 def altered(group: AgenticGroup, index: int, **changes: Any) -> AgenticGroup:
     completions = list(group.completions)
-    openenv = msgspec.structs.replace(completions[index].openenv, **changes)
+    openenv = msgspec.structs.replace(provenance(group, index), **changes)
     completions[index] = msgspec.structs.replace(completions[index], openenv=openenv)
     return msgspec.structs.replace(group, completions=completions)
 
@@ -125,7 +131,7 @@ def test_candidates_of_a_group_agree(name: str, value: Any) -> None:
 @pytest.mark.parametrize("place", [(0, 1), (1, 0)])
 def test_corpus_has_one_policy(place: tuple[int, int]) -> None:
     number, index = place
-    policy = GROUPS[0].completions[0].openenv.behavior_policy  # type: ignore[union-attr] - set
+    policy: Any = provenance(GROUPS[0], 0).behavior_policy
     other = msgspec.structs.replace(policy, implementation="other")
     for value in (other, msgspec.UNSET):
         groups = list(GROUPS)
@@ -161,7 +167,7 @@ def test_rewards_without_a_finite_mean_are_refused() -> None:
     for index in (0, 1):
         completions = list(group.completions)
         openenv = msgspec.structs.replace(
-            completions[index].openenv, episode_return=1.7e308
+            provenance(group, index), episode_return=1.7e308
         )
         completions[index] = msgspec.structs.replace(
             completions[index], openenv=openenv, reward=1.7e308

@@ -137,5 +137,5 @@ def test_codes_are_recoverable_or_end_the_session() -> None:
     ended = {"CAPACITY_REACHED", "FACTORY_ERROR", "SESSION_ERROR"}
     assert set(literal.values) - RECOVERABLE_CODES == ended
     for code in literal.values:
-        error = ProtocolError(code=code, message="")  # type: ignore[arg-type] - each
+        error = ProtocolError(code=code, message="")  # type: ignore[arg-type]  # each
         assert error.recoverable is (code not in ended)

@@ -28,7 +28,7 @@ MESSAGES = [ChatMessage(role="user", content="go")]
 
 
 @pytest.fixture
-def document() -> dict[str, Any]:
+def document() -> Any:
     provenance = toy_sample(MESSAGES, "abcd").provenance
     return msgspec.to_builtins(provenance)
 

@@ -54,11 +54,11 @@ def test_record_is_closed_and_written_in_this_order(record: type) -> None:
 
 
 @pytest.fixture(scope="module")
-def line() -> dict[str, Any]:
+def line() -> Any:
     return Parts(bytes_of(small_collection().bundle())).dataset[0]
 
 
-def changed(line: dict[str, Any], pointer: str, value: Any) -> dict[str, Any]:
+def changed(line: dict[str, Any], pointer: str, value: Any) -> Any:
     copy = msgspec.json.decode(compact(line))
     put(copy, pointer, value)
     return copy
@@ -154,7 +154,7 @@ def segment(kind: str, content: str, prefix: int | None = None) -> TurnSegment:
     return TurnSegment(
         role="tool",
         content=content,
-        kind=kind,  # type: ignore[arg-type] - a parameter
+        kind=kind,  # type: ignore[arg-type]  # a parameter
         warning_prefix_len=UNSET if prefix is None else prefix,
     )
 

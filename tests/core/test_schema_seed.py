@@ -197,7 +197,8 @@ def test_enumeration_has_the_published_values(name: str) -> None:
 
 def own_records() -> list[type[msgspec.Struct]]:
     """Return every record of the pure core."""
-    waiting, found = [Record], []
+    waiting: list[type[msgspec.Struct]] = [Record]
+    found: list[type[msgspec.Struct]] = []
     while waiting:
         children = waiting.pop().__subclasses__()
         waiting += children

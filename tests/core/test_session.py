@@ -24,6 +24,7 @@ from kiln_core.session import (
     COMMANDS,
     OVER,
     Close,
+    Command,
     ErrorReceived,
     ObservationReceived,
     ReadState,
@@ -54,7 +55,7 @@ FRAMES = {
     "recoverable": RECOVERABLE,
     "terminal": TERMINAL,
 }
-ALL_COMMANDS = {
+ALL_COMMANDS: dict[type, Command] = {
     Reset: Reset({"seed": 1}),
     Step: Step({"a": 1}),
     ReadState: ReadState(),
@@ -109,7 +110,7 @@ def test_command_is_allowed_where_the_table_says(
         assert session.state is expected
 
 
-ALLOWED = {
+ALLOWED: dict[type, set[SessionState]] = {
     Reset: {SessionState.FRESH, SessionState.READY},
     Step: {SessionState.READY},
     ReadState: {SessionState.READY},
@@ -214,7 +215,7 @@ def test_events_hold_what_came_in_canonical_order() -> None:
         text(error_frame("VALIDATION_ERROR", errors=[{"b": 1, "a": 2}]))
     )
     assert isinstance(error, ErrorReceived)
-    assert list(error.error.errors[0]) == ["a", "b"]  # type: ignore[index] - set
+    assert list(error.error.errors[0]) == ["a", "b"]  # type: ignore[index]  # set
     assert session.state is SessionState.READY
 
 

@@ -120,7 +120,7 @@ def test_content_outside_the_prompt_is_the_policys_fault(
 
 
 @pytest.fixture
-def document() -> dict[str, Any]:
+def document() -> Any:
     trace = RolloutTrace(
         schema="kiln.rollout-trace.v1",
         attempt=0,

@@ -82,7 +82,7 @@ def test_edge_episode_verifies(name: str) -> None:
         ({"max_recoverable_errors": 64, "max_steps": 256}, "protocol_error"),
     ],
 )
-def test_extreme_controls_verify(changes: dict[str, int], termination: str) -> None:
+def test_extreme_controls_verify(changes: dict[str, Any], termination: str) -> None:
     bundle = collected([amount(8)], **changes).bundle()
     verified = verify(bytes_of(bundle))
     assert verified.replay.groups[0].candidates[0].termination == termination

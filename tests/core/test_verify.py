@@ -44,7 +44,7 @@ PLAIN = GOOD["plain"]
 def changed(variant: str, where: str, pointer: str, value: Any) -> BundleBytes:
     parts = Parts(GOOD[variant])
     put(getattr(parts, where), pointer, value)
-    keep = ()
+    keep: tuple[str, ...] = ()
     if where == S:
         keep = ("dataset_sha256", "dataset_bytes", "replay_sha256", "replay_bytes")
     return parts.seal(keep=keep)

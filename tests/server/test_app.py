@@ -14,7 +14,7 @@ import pytest
 
 from kiln_core import errors
 from kiln_core.errors import KilnError
-from kiln_server import app, bodies, problems
+from kiln_server import app, bodies, problems, serve
 from kiln_server.bodies import MAX_BODY_BYTES
 from tests.server.running import Running, running, until
 
@@ -242,6 +242,24 @@ def test_client_gone_halfway_is_no_failure(
         until(lambda: kiln.metric('kiln_chat_requests_total{status="cancelled"}'))
     assert kiln.get("/health").status == 200
     assert not caplog.records
+
+
+def test_client_that_never_finishes_does_not_keep_the_server_alive(
+    kiln: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python 3.12 on, Hypercorn alone would wait for ever."""
+    # read when serving starts, so this one starts again
+    kiln.stop()
+    monkeypatch.setattr(serve, "GRACEFUL_SECONDS", 0.2)
+    with (
+        running(kiln.state.settings.adapter_dir) as slow,
+        socket.create_connection(("127.0.0.1", slow.port)) as connection,
+    ):
+        head = b"POST /v1/guides HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
+        connection.sendall(head + b"\r\n{")
+        assert slow.get("/health").status == 200
+        slow.stop()
+        assert slow.state.ending.is_set()
 
 
 def test_garbage_on_the_socket_hurts_nobody(kiln: Running) -> None:
