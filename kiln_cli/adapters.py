@@ -30,7 +30,7 @@ class Unloaded(msgspec.Struct, frozen=True, kw_only=True):
     unloaded: str
 
 
-@click.group()
+@click.group(epilog="\b\nExamples:\n  kiln adapters list\n")
 def adapters() -> None:
     """List, load and unload LoRA adapters."""
 

@@ -23,7 +23,7 @@ __all__ = ["follow_job", "require_success", "train"]
 POLL_SECONDS = 0.5
 
 
-@click.group()
+@click.group(epilog="\b\nExamples:\n  kiln train status\n")
 def train() -> None:
     """Look at training jobs."""
 

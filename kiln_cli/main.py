@@ -203,6 +203,11 @@ def kiln() -> None:
         ),
         "verify": ("kiln_cli.verify:verify", "Verify a bundle offline."),
     },
+    epilog="""\b
+Examples:
+  kiln openenv inspect --environment http://127.0.0.1:8000
+  kiln openenv verify
+""",
 )
 def openenv() -> None:
     """Collect, verify, replay, train and evaluate on OpenEnv environments."""

@@ -59,6 +59,7 @@ Examples:
     type=click.Path(path_type=Path),
     help="Also write the outcome, drift included, to this file.",
 )
+@click.option("--force", is_flag=True, help="Replace an existing report.")
 @json_option
 def replay(*, as_json: bool, **flags: Any) -> None:
     """Replay a bundle against its live environments; exit 1 on drift.
@@ -68,13 +69,15 @@ def replay(*, as_json: bool, **flags: Any) -> None:
     """
     import anyio
 
-    from kiln_core.drive.files import publish_file
+    from kiln_core.drive.files import check_target, publish_file
     from kiln_core.drive.replay import require_no_drift
 
+    if flags["report"] is not None:
+        check_target(flags["report"], force=flags["force"])
     with progress(as_json=as_json) as observer:
         outcome = anyio.run(_replay, flags, observer)
     if flags["report"] is not None:
-        publish_file(flags["report"], pretty(outcome), force=True)
+        publish_file(flags["report"], pretty(outcome), force=flags["force"])
     require_no_drift(outcome)
     if as_json:
         document(outcome if outcome.report is None else outcome.report)

@@ -45,7 +45,7 @@ from kiln_core.dataset import read_groups
 from kiln_core.errors import KilnError, UsageError
 from kiln_core.grpo import MAX_LORA_RANK, GrpoConfig
 from kiln_core.records import AgenticGroup
-from kiln_core.selection import TrainingSelector
+from kiln_core.selection import selector_for
 from kiln_core.training import GrpoRequest, TrainingJobDetail, TrainingResponse
 
 if TYPE_CHECKING:
@@ -249,9 +249,7 @@ async def _admitted(
 
 
 def _selected(bundle: Bundle, contract: OpenEnvTrainingContract) -> list[AgenticGroup]:
-    selector = TrainingSelector(
-        keep_equal_rewards=contract.effective_config.loss.echo is not None
-    )
+    selector = selector_for(contract.effective_config)
     chosen = (selector.select(group) for group in read_groups(bundle.dataset))
     return [group for group in chosen if group is not None]
 

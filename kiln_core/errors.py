@@ -25,6 +25,7 @@
         HttpStatusError          an HTTP answer that is not the expected one
         CredentialReflected      a peer sent the configured bearer token back
         SessionLost              a WebSocket died in the middle of an episode
+        CapacityAtUpgrade        the upgrade was refused: the server is full
       DriftError                 what was captured is not what is there now
         IdentityDrift            discovery changed
         ReplayDrift              an exchange changed
@@ -51,6 +52,7 @@ from typing import Any, ClassVar
 __all__ = [
     "AdmissionError",
     "ArtifactError",
+    "CapacityAtUpgrade",
     "CapacityExhausted",
     "CapacityFull",
     "Conflict",
@@ -278,6 +280,12 @@ class SessionLost(TransportError):
     """A WebSocket session ended by timeout, reset or restart."""
 
     code = "session_lost"
+
+
+class CapacityAtUpgrade(TransportError):
+    """The WebSocket upgrade was refused with 503: the server is full."""
+
+    code = "environment_at_capacity"
 
 
 class DriftError(KilnError):

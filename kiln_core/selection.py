@@ -15,10 +15,11 @@ from msgspec import UNSET, UnsetType
 from kiln_core.actions import NO_OUTPUT
 from kiln_core.canonical import Record, convert_record, read_json
 from kiln_core.errors import InvalidRecord, MalformedJson
+from kiln_core.grpo import GrpoConfig
 from kiln_core.receipt import OpenEnvTrainingSelection
 from kiln_core.records import AgenticGroup, ScoredRollout
 
-__all__ = ["TrainingSelector"]
+__all__ = ["TrainingSelector", "selector_for"]
 
 
 class HarnessError(Record, frozen=True, kw_only=True):
@@ -99,6 +100,11 @@ class TrainingSelector:
                 "more informative reward or an SFT bootstrap"
             )
         return warnings
+
+
+def selector_for(config: GrpoConfig) -> TrainingSelector:
+    """Return the selector of a configuration."""
+    return TrainingSelector(keep_equal_rewards=config.loss.echo is not None)
 
 
 def without_output(rollout: ScoredRollout) -> bool:

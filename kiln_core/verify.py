@@ -50,7 +50,7 @@ from kiln_core.receipt import (
     rollout_stats,
 )
 from kiln_core.records import AgenticGroup
-from kiln_core.selection import TrainingSelector
+from kiln_core.selection import TrainingSelector, selector_for
 from kiln_core.transcript import RolloutContext, check_episode, check_rollout
 
 __all__ = [
@@ -370,14 +370,13 @@ def _action_schemas(evidence: _Evidence) -> list[ActionSchema]:
 
 
 def _selector(summary: OpenEnvRolloutSummary) -> TrainingSelector | None:
+    """Return what repeats the recorded selection; None where none is recorded."""
     if summary.training_selection is UNSET:
         return None
     contract = summary.training_contract
-    echo = (
-        not isinstance(contract, UnsetType)
-        and contract.effective_config.loss.echo is not None
-    )
-    return TrainingSelector(keep_equal_rewards=echo)
+    if isinstance(contract, UnsetType):
+        return TrainingSelector()
+    return selector_for(contract.effective_config)
 
 
 def _check_selection(

@@ -9,10 +9,14 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    disable_created_metrics,
     generate_latest,
 )
 
 __all__ = ["METRICS", "Metrics"]
+
+# their names would be metrics nobody declared
+disable_created_metrics()  # type: ignore[no-untyped-call] # untyped upstream
 
 METRICS: Final = {
     "kiln_chat_requests_total": "Chat completions by outcome.",

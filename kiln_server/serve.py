@@ -129,6 +129,7 @@ async def serve(
     config.accesslog = None
     config.errorlog = None
     app: Any = create_app(state)
+    others = asyncio.all_tasks()
     serving = asyncio.create_task(
         hypercorn_serve(app, config, shutdown_trigger=stopping.wait)
     )
@@ -137,12 +138,12 @@ async def serve(
         await _first(serving, *told)
         stopping.set()
         state.stop_serving()
-        # From Python 3.12 on, Hypercorn waits for the last connection without a bound
-        # before it ends the application, so that a client could keep us alive.
         ending = asyncio.create_task(state.ending.wait())
         await _first(serving, ending, timeout=2 * GRACEFUL_SECONDS)
         if not state.ending.is_set():
-            serving.cancel()
+            # From Python 3.12 on, Hypercorn waits for the last connection without a
+            # bound before it ends the application: a client could keep us alive.
+            await _cancelled(asyncio.all_tasks() - others)
     finally:
         with suppress(asyncio.CancelledError):
             await serving
@@ -167,6 +168,12 @@ async def _first(*tasks: asyncio.Task[Any], timeout: float | None = None) -> Non
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks[1:]:
         task.cancel()
+
+
+async def _cancelled(tasks: set[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _make_adapter_directory(settings: ServerSettings) -> None:

@@ -128,16 +128,20 @@ def _unsupported(config: GrpoConfig) -> list[tuple[bool, str]]:
         (config.reward_filter_var_max is not None, "reward_filter_var_max"),
         (config.adapter_smoke_test, "adapter_smoke_test"),
         (config.loss.no_policy_loss, "loss.no_policy_loss"),
-        (_other_echo(config), "another env_mask_mode or warning_filter of loss.echo"),
+        (_full_observations(config), "loss.echo.env_mask_mode full_obs"),
+        (_unfiltered_warnings(config), "loss.echo.warning_filter false"),
         (config.allow_adapter_shape_conversion, "allow_adapter_shape_conversion"),
     ]
 
 
-def _other_echo(config: GrpoConfig) -> bool:
+def _full_observations(config: GrpoConfig) -> bool:
     echo = config.loss.echo
-    return echo is not None and (
-        echo.env_mask_mode != "env_only" or not echo.warning_filter
-    )
+    return echo is not None and echo.env_mask_mode != "env_only"
+
+
+def _unfiltered_warnings(config: GrpoConfig) -> bool:
+    echo = config.loss.echo
+    return echo is not None and not echo.warning_filter
 
 
 def _starting_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:

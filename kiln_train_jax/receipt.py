@@ -70,6 +70,7 @@ def receipt(record: TrainingRecord) -> dict[str, Any]:
             "base_model_sha256": record.policy.base_model_sha256,
         },
         "behavior_policy": msgspec.to_builtins(record.policy),
+        "training_data": _training_data(job),
         "grpo": {
             "policy_audit": {
                 "schema": AUDIT_SCHEMA,
@@ -80,8 +81,10 @@ def receipt(record: TrainingRecord) -> dict[str, Any]:
             },
             "skipped_groups": record.skipped_groups,
         },
+        "echo": _echo(record),
         "no_policy_loss": config.loss.no_policy_loss,
-        **_data(record),
+        "rewards": _rewards(job),
+        "token_counts": _token_counts(record.units),
         "runtime": _runtime(record),
         "lora_delta_norms": _delta_norms(record.start, record.end),
         "warnings": record.warnings,
@@ -90,36 +93,42 @@ def receipt(record: TrainingRecord) -> dict[str, Any]:
     }
 
 
-def _data(record: TrainingRecord) -> dict[str, Any]:
-    """Return what was trained on, and what was measured of it."""
-    job = record.job
-    rewards = [c.reward for group in job.groups for c in group.completions]
-    rows = [row for unit in record.units for row in unit.rows]
-    echo = [metrics.echo for metrics in record.history]
-    enabled = job.config.loss.echo is not None
+def _training_data(job: TrainingJob) -> dict[str, Any]:
+    """Return which corpus was trained on."""
     lineage = None if job.lineage is None else msgspec.to_builtins(job.lineage)
     return {
-        "training_data": {
-            "source": job.data_source,
-            "sha256": job.corpus_sha256,
-            "groups": len(job.groups),
-            "openenv": lineage,
-        },
-        "echo": {
-            "enabled": enabled,
-            "initial_env_ce": echo[0] if enabled else None,
-            "final_env_ce": echo[-1] if enabled else None,
-        },
-        "rewards": {
-            "min": min(rewards),
-            "max": max(rewards),
-            "mean": float(np.mean(rewards)),
-        },
-        "token_counts": {
-            "action": sum(unit.sampled_tokens for unit in record.units),
-            "env": sum(len(row.observed) for row in rows),
-            "context": sum(len(unit.prompt) for unit in record.units),
-        },
+        "source": job.data_source,
+        "sha256": job.corpus_sha256,
+        "groups": len(job.groups),
+        "openenv": lineage,
+    }
+
+
+def _echo(record: TrainingRecord) -> dict[str, Any]:
+    """Return how well environment text was predicted, first and last, in nats."""
+    enabled = record.job.config.loss.echo is not None
+    return {
+        "enabled": enabled,
+        "initial_env_ce": record.history[0].echo if enabled else None,
+        "final_env_ce": record.history[-1].echo if enabled else None,
+    }
+
+
+def _rewards(job: TrainingJob) -> dict[str, float]:
+    rewards = [c.reward for group in job.groups for c in group.completions]
+    return {
+        "min": min(rewards),
+        "max": max(rewards),
+        "mean": float(np.mean(rewards)),
+    }
+
+
+def _token_counts(units: list[TrainingUnit]) -> dict[str, int]:
+    rows = [row for unit in units for row in unit.rows]
+    return {
+        "action": sum(unit.sampled_tokens for unit in units),
+        "env": sum(len(row.observed) for row in rows),
+        "context": sum(len(unit.prompt) for unit in units),
     }
 
 

@@ -24,12 +24,11 @@ from kiln_core import limits
 from kiln_core.drive.concurrency import task_group
 from kiln_core.drive.http import EnvironmentClient
 from kiln_core.drive.websocket import (
-    CapacityAtUpgrade,
     EnvironmentSession,
     SessionTimes,
     open_session,
 )
-from kiln_core.errors import CapacityExhausted
+from kiln_core.errors import CapacityAtUpgrade, CapacityExhausted
 from kiln_core.session import ErrorReceived, Event, Reset
 
 __all__ = ["acquire"]

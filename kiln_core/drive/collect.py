@@ -18,7 +18,6 @@ import msgspec
 from kiln_core.actions import ActionSchema
 from kiln_core.bundle import (
     Bundle,
-    BundlePaths,
     Candidate,
     CollectedGroup,
     CollectionFacts,
@@ -27,7 +26,7 @@ from kiln_core.bundle import (
     derive_bundle,
     project_candidate,
 )
-from kiln_core.canonical import JsonValue, canonical_bytes, compact
+from kiln_core.canonical import canonical_bytes, compact
 from kiln_core.contract import (
     OpenEnvTrainingContract,
     check_policy_adapter,
@@ -38,14 +37,15 @@ from kiln_core.discovery import EnvironmentInspection, ensure_unchanged
 from kiln_core.drive.acquire import acquire
 from kiln_core.drive.concurrency import task_group
 from kiln_core.drive.http import (
-    Credential,
     EnvironmentClient,
     environment_client,
     inspect_all,
 )
+from kiln_core.drive.request import CollectionRequest, EnvironmentTarget
 from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
 from kiln_core.episode import Ask, Episode, EpisodeGenerator, EpisodeSetup, run_episode
 from kiln_core.errors import (
+    ContextOverflow,
     CredentialReflected,
     InvalidActionSchema,
     KilnError,
@@ -56,7 +56,6 @@ from kiln_core.errors import (
 )
 from kiln_core.limits import Lease, RetainedBudget
 from kiln_core.plan import (
-    CollectionControls,
     check_controls,
     effective_reset,
     generation_seed,
@@ -71,7 +70,7 @@ from kiln_core.ports import (
 )
 from kiln_core.prompt import model_schema
 from kiln_core.receipt import OpenEnvTrainingSelection
-from kiln_core.selection import TrainingSelector
+from kiln_core.selection import selector_for
 from kiln_core.session import Close, Event, Reset
 
 __all__ = ["CollectionRequest", "EnvironmentTarget", "collect", "select_training"]
@@ -79,28 +78,6 @@ __all__ = ["CollectionRequest", "EnvironmentTarget", "collect", "select_training
 RETRY_SECONDS = 0.25
 """Pause before a lost candidate is collected again; doubles with every attempt."""
 RETRY_MAX_SECONDS = 10.0
-
-
-class EnvironmentTarget(msgspec.Struct, frozen=True, kw_only=True):
-    """Where an environment is, and how to authenticate."""
-
-    base_url: str
-    credential: Credential | None = None
-
-
-class CollectionRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a collection needs but the policy."""
-
-    environments: tuple[EnvironmentTarget, ...]
-    controls: CollectionControls
-    reset_templates: tuple[dict[str, JsonValue], ...]
-    """Seed-free, one per environment."""
-    adapter: str | None = None
-    """Adapter the policy must answer with; None is the base model."""
-    guided: bool = True
-    keep_tokens: bool = True
-    paths: BundlePaths = msgspec.field(default_factory=BundlePaths)
-    training_contract: OpenEnvTrainingContract | None = None
 
 
 class _Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -359,6 +336,9 @@ class _Collection:
                     "candidate_index": candidate_index,
                     "attempts": attempt,
                 }
+                if isinstance(error, ContextOverflow):
+                    overflow = _located(error)
+                    raise overflow from error
                 if not self._again(error, attempt):
                     raise
                 self.observer.warning(
@@ -367,6 +347,12 @@ class _Collection:
                 )
                 pause = RETRY_SECONDS * 2 ** (attempt - 1)
                 await anyio.sleep(min(pause, RETRY_MAX_SECONDS))
+        if episode.protocol_error_code == "SESSION_ERROR":
+            self.observer.warning(
+                f"{stage.client.base_url} ended episodes with SESSION_ERROR: directly "
+                "after a step that is very often the model's action, which a validator "
+                "of the environment refused by raising"
+            )
         self.completed += 1
         self.observer.rollout(self.completed, self._rollouts, episode.episode_return)
         candidate = project_candidate(
@@ -452,6 +438,9 @@ class _Collection:
         async def ask_policy() -> PolicyReply:
             try:
                 reply = await self.policy.complete(request)
+            except ContextOverflow as error:
+                error.details["turn"] = ask.step_index
+                raise
             except TransportError as error:
                 # not the environment's fault, so no reason to collect again
                 raise PolicyError(error.message, hint=error.hint) from error
@@ -490,10 +479,18 @@ def select_training(
     contract: OpenEnvTrainingContract, groups: Sequence[CollectedGroup]
 ) -> OpenEnvTrainingSelection:
     """Return what of a collection a contract would train on."""
-    selector = TrainingSelector(
-        keep_equal_rewards=contract.effective_config.loss.echo is not None
-    )
+    selector = selector_for(contract.effective_config)
     for group in groups:
         for decoded in read_groups(group.line):
             selector.select(decoded)
     return selector.record()
+
+
+def _located(error: ContextOverflow) -> ContextOverflow:
+    """Return an overflow that says where in the collection it happened."""
+    facts = error.details
+    return ContextOverflow(
+        f"group {facts['group_index']} candidate {facts['candidate_index']} turn "
+        f"{facts.get('turn', 0)}: {error.message}",
+        **facts,
+    )

@@ -33,6 +33,7 @@ from kiln_core.verify import BundleBytes, read_summary
 __all__ = [
     "Disk",
     "check_outputs",
+    "check_target",
     "locate_bundle",
     "make_directory",
     "publish_bundle",
@@ -223,7 +224,7 @@ def check_outputs(paths: BundlePaths, *, force: bool) -> None:
     """
     targets = [Path(p) for p in (paths.dataset, paths.replay, paths.summary)]
     for target in targets:
-        _check_target(target, force=force)
+        check_target(target, force=force)
     places = {(os.path.realpath(target.parent), target.name) for target in targets}
     if len(places) != len(targets):
         raise UsageError("dataset, replay manifest and summary need three paths")
@@ -282,7 +283,7 @@ def publish_file(
         OutputExists: It is there and ``force`` is not given.
         OutputUnwritable: The disk refused; no partial file is left.
     """
-    _check_target(path, force=force)
+    check_target(path, force=force)
     if force:
         replace_file(path, data, disk=disk)
     else:
@@ -370,14 +371,21 @@ def _place(temporary: Path, target: Path, *, force: bool, disk: Disk) -> bool:
     return False
 
 
-def _check_target(target: Path, *, force: bool) -> None:
+def check_target(target: Path, *, force: bool) -> None:
+    """Check, before anything is spent, that a file can be published.
+
+    Raises:
+        OutputExists: It is there and ``force`` is not given.
+        OutputUnwritable: Its directory is missing or not writable.
+    """
     try:
         mode = os.lstat(target).st_mode
     except FileNotFoundError:
         _check_directory(target)
         return
     except (OSError, ValueError) as error:
-        raise _unwritable(target, error) from error
+        failure = _unwritable(target, error)
+        raise failure from error
     # Replacing a link replaces the link itself; a device must not be replaced.
     if not stat.S_ISREG(mode) and not stat.S_ISLNK(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"

@@ -23,6 +23,7 @@ from kiln_core.discovery import websocket_url
 from kiln_core.drive.concurrency import task_group
 from kiln_core.drive.http import EnvironmentClient, status_error, unreachable
 from kiln_core.errors import (
+    CapacityAtUpgrade,
     HttpStatusError,
     KilnError,
     RemoteProtocolError,
@@ -293,12 +294,6 @@ async def open_session(
     finally:
         with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(Exception):
             await socket.close()
-
-
-class CapacityAtUpgrade(TransportError):
-    """The WebSocket upgrade was refused with 503: the server is full."""
-
-    code = "environment_at_capacity"
 
 
 async def _connect(

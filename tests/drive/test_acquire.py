@@ -78,6 +78,7 @@ async def test_room_after_a_while(full: Full) -> None:
         assert server.most_at_once == 1
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("moment", ["open", "reset"])
 async def test_capacity_frame_before_or_after_the_reset(moment: str) -> None:
     def script(session: int) -> dict[str, Handler]:

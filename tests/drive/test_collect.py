@@ -301,7 +301,8 @@ async def test_how_an_episode_ends(
         request = collection(server.url, max_recoverable_errors=0)
         bundle, notes = await gather(request, adds(1, 3))
         assert len(server.peers) == 2
-    assert notes.warnings == []
+    hinted = any("very often the model's action" in w for w in notes.warnings)
+    assert hinted == (code == "SESSION_ERROR")
     for record in bundle.summary.rollouts:
         assert record.termination is termination
         assert (record.protocol_error_code or None) == code
@@ -1002,7 +1003,7 @@ BREAKS: tuple[Handler, ...] = (
 )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 async def test_chaos_ends_in_a_true_bundle_or_a_typed_failure(seed: int) -> None:
     """Whatever happens: no other error, no session left, no task, no row invented."""
     chance = random.Random(seed)

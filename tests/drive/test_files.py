@@ -297,10 +297,8 @@ def test_what_must_not_be_replaced(
     shown(caught.value)
 
 
-def test_device_is_never_replaced() -> None:
-    place = BundlePaths(
-        dataset=Path("/dev/null"), replay=Path("/tmp/r"), summary=Path("/tmp/s")
-    )
+def test_device_is_never_replaced(tmp_path: Path) -> None:
+    place = msgspec.structs.replace(paths(tmp_path), dataset=Path("/dev/null"))
     with pytest.raises(OutputUnwritable, match="no regular file"):
         check_outputs(place, force=True)
 
@@ -752,6 +750,28 @@ def test_rival_at_any_call(tmp_path: Path, bundle: Bundle, other: Bundle) -> Non
         winners.add(outcome[0])
         assert leftovers(directory) == []
     assert winners == {"rival won", "rival lost"}
+
+
+def test_rival_with_force_waits_for_its_turn(
+    tmp_path: Path, bundle: Bundle, other: Bundle
+) -> None:
+    """Else it would finish in between, and lose half of its files again."""
+    rival = threading.Thread(
+        target=publish_bundle, args=(other, paths(tmp_path)), kwargs={"force": True}
+    )
+
+    class Slow(Disk):
+        def rename(self, source: Path, target: Path) -> None:
+            super().rename(source, target)
+            if target.name == NAMES[0]:
+                rival.start()
+                rival.join(0.2)
+                assert rival.is_alive()
+
+    publish_bundle(bundle, paths(tmp_path), force=True, disk=Slow())
+    rival.join()
+    assert published(tmp_path) == other
+    assert leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize("force", [False, True])
