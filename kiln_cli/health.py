@@ -8,7 +8,7 @@ import msgspec
 from kiln_cli.options import json_option, server_options
 from kiln_cli.render import document, facts
 from kiln_core.canonical import JsonValue
-from kiln_core.errors import CapacityFull, PolicyError
+from kiln_core.errors import CapacityFull, ServerUnreachable
 
 __all__ = ["health"]
 
@@ -38,12 +38,13 @@ Examples:
 @click.option(
     "--wait",
     "wait_seconds",
-    type=click.FloatRange(min=0),
-    default=0.0,
+    type=click.IntRange(0, 86_400),
+    default=0,
+    show_default=True,
     help="Seconds to wait for it to become ready.",
 )
 @json_option
-def health(*, url: str, wait_seconds: float, as_json: bool) -> None:
+def health(*, url: str, wait_seconds: int, as_json: bool) -> None:
     """Say whether a server is ready; exit 2 when it is not."""
     import anyio
 
@@ -63,12 +64,13 @@ def health(*, url: str, wait_seconds: float, as_json: bool) -> None:
     )
 
 
-async def _health(url: str, wait_seconds: float) -> tuple[JsonValue, Health]:
+async def _health(url: str, wait_seconds: int) -> tuple[JsonValue, Health]:
     """Ask until the server is ready or the wait is over.
 
     Raises:
         CapacityFull: It is still starting.
-        PolicyError: Nothing answers, or no Kiln server.
+        ServerUnreachable: Nothing answers yet.
+        PolicyError: Another server does, which waiting will not change.
     """
     import anyio
 
@@ -81,7 +83,7 @@ async def _health(url: str, wait_seconds: float) -> tuple[JsonValue, Health]:
             try:
                 answer = await server.get("/health")
                 return answer, typed(answer, Health, "health")
-            except (PolicyError, CapacityFull):
+            except (ServerUnreachable, CapacityFull):
                 if anyio.current_time() >= deadline:
                     raise
             await anyio.sleep(POLL_SECONDS)

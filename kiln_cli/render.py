@@ -102,20 +102,26 @@ class BarProgress:
     def __init__(self, bars: Any) -> None:
         self._bars = bars
         self._task: Any = None
+        self._counted = False
         self._warned: set[str] = set()
 
     def phase(self, name: str) -> None:
         """Start a bar."""
         self._finish()
-        self._task = self._bars.add_task(name, total=None)
+        self._task = self._bars.add_task(name, total=None, count="")
+        self._counted = False
 
     def rollout(self, completed: int, total: int, episode_return: float) -> None:
         """Move the bar."""
-        self._move(completed, total)
+        self._move(completed, total, f"rollouts, last return {episode_return:g}")
 
     def step(self, completed: int, total: int, loss: float) -> None:
         """Move the bar."""
-        self._move(completed, total)
+        self._move(completed, total, f"steps, loss {loss:.4f}")
+
+    def done(self) -> None:
+        """Complete the last bar."""
+        self._finish()
 
     def warning(self, text: str) -> None:
         """Print a warning above the bar, once."""
@@ -124,13 +130,15 @@ class BarProgress:
             shown = plain(f"Warning: {text}")
             self._bars.console.print(shown, style="yellow", markup=False)
 
-    def _move(self, completed: int, total: int) -> None:
+    def _move(self, completed: int, total: int, what: str) -> None:
         if self._task is None:
             self.phase("working")
-        self._bars.update(self._task, completed=completed, total=total)
+        self._counted = True
+        count = f"{completed}/{total} {what}"
+        self._bars.update(self._task, completed=completed, total=total, count=count)
 
     def _finish(self) -> None:
-        if self._task is not None:
+        if self._task is not None and not self._counted:
             self._bars.update(self._task, total=1, completed=1)
 
 
@@ -143,12 +151,14 @@ def progress(*, as_json: bool) -> Iterator[Observer]:
         yield PlainProgress()
     else:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+        from rich.progress import BarColumn, Progress, TextColumn
 
         with Progress(
-            TextColumn("{task.description:>13}"),
+            TextColumn("{task.description:>13}", markup=False),
             BarColumn(),
-            MofNCompleteColumn(),
+            TextColumn("{task.fields[count]}", markup=False),
             console=Console(stderr=True),
         ) as bars:
-            yield BarProgress(bars)
+            display = BarProgress(bars)
+            yield display
+            display.done()

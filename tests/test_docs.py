@@ -20,7 +20,7 @@ import kiln_cli
 import kiln_core
 import kiln_server
 from examples.environments.__main__ import _parser as environments_parser
-from kiln_cli.main import exit_code, kiln
+from kiln_cli.main import CONTEXT, exit_code, kiln
 from kiln_core import (
     contract,
     discovery,
@@ -126,7 +126,7 @@ def commands(
     yield " ".join(path), command
     if not isinstance(command, click.Group):
         return
-    context = click.Context(command, info_name=path[-1])
+    context = click.Context(command, info_name=path[-1], **CONTEXT)
     for name in command.list_commands(context):
         child = command.get_command(context, name)
         assert child is not None
@@ -211,7 +211,7 @@ def test_command_is_documented(path, command):
     ("path", "command"), [pytest.param(*c, id=c[0]) for c in leaf_commands()]
 )
 def test_help_of_a_command_shows_an_example(path, command):
-    context = click.Context(command, info_name=path)
+    context = click.Context(command, info_name=path, **CONTEXT)
     assert path in command.get_help(context).partition("Examples:")[2]
 
 
@@ -492,7 +492,7 @@ def _anchors(target: Path) -> set[str]:
 
 
 def _parse_kiln(arguments: list[str]) -> None:
-    context = click.Context(kiln, info_name="kiln")
+    context = click.Context(kiln, info_name="kiln", **CONTEXT)
     command: click.Command | None = kiln
     while isinstance(command, click.Group):
         name, command, arguments = command.resolve_command(context, arguments)

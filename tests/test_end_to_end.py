@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from tests.server.running import ROOT, Client, until
+from tests.server.test_chat import REFUSED, body
 
 START_SECONDS = 300.0
 """A cold start compiles every program, maybe beside other tests."""
@@ -196,6 +197,13 @@ def test_same_request_gives_the_same_tokens_at_any_load(kiln: Kiln) -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(ids, seeds * 2))
     assert together == alone * 2
+
+
+def test_bad_requests_are_refused_by_a_real_engine_too(kiln: Kiln) -> None:
+    for name, (members, _) in REFUSED.items():
+        answer = kiln.post("/v1/chat/completions", body(**members))
+        assert answer.status == 400, name
+        assert answer.message
 
 
 def test_training_on_a_changed_bundle_is_refused(kiln: Kiln, trained: Any) -> None:

@@ -187,11 +187,12 @@ def _base_url(text: str) -> str:
     url = text.strip().rstrip("/")
     try:
         parts = urlsplit(url)
-        usable = parts.scheme in {"http", "https"} and parts.hostname
+        host = (parts.hostname or "").encode("idna")
+        usable = parts.scheme in {"http", "https"} and host and url.isprintable()
         _ = parts.port
     except ValueError as error:
         raise UsageError(f"--url {text!r} is malformed: {error}") from error
-    if not usable or parts.query or parts.fragment or "@" in parts.netloc:
+    if not usable or " " in url or parts.query or parts.fragment or "@" in parts.netloc:
         raise UsageError(
             f"--url {text!r} is not the http or https address of a server",
             hint="such as http://127.0.0.1:8420, without user, query or fragment",

@@ -25,7 +25,7 @@ def commands(
     group: click.Group = main.kiln, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """Yield every command with its path."""
-    with click.Context(group) as context:
+    with click.Context(group, **main.CONTEXT) as context:
         for name in group.list_commands(context):
             command = group.get_command(context, name)
             assert command is not None
@@ -94,7 +94,7 @@ def test_lists_say_what_the_commands_say() -> None:
     for path, command in ALL.items():
         parent = main.kiln if len(path) == 1 else ALL[path[:-1]]
         if isinstance(parent, main.LazyGroup):
-            with click.Context(parent) as context:
+            with click.Context(parent, **main.CONTEXT) as context:
                 shown = parent._short_help(context, path[-1]).rstrip(".").lower()
             whole = " ".join((command.help or "").split()).lower()
             assert shown.split()[0] == whole.split()[0]

@@ -93,6 +93,26 @@ def test_health_of_a_starting_server_is_not_ready(cli: Cli, tmp_path: Path) -> N
         assert error["code"] == "capacity_full"
 
 
+def test_health_waits_until_ready(cli: Cli, tmp_path: Path) -> None:
+    with running(tmp_path, wait=False, prepare=lambda e: e.starts.clear()) as kiln:
+        timer = threading.Timer(0.2, kiln.engine.starts.set)
+        timer.start()
+        assert cli("health", "--url", kiln.url, "--wait", "20")
+        timer.join()
+
+
+def test_health_waits_for_no_other_server(cli: Cli, environment: Simulator) -> None:
+    error = cli(
+        "health", "--url", environment.url, "--wait", "9999", "--json", code=2
+    ).error
+    assert "--url is the address of a Kiln server" in error["hint"]
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon", "86401"])
+def test_wait_must_end(cli: Cli, seconds: str) -> None:
+    assert cli("health", "--wait", seconds, "--json", code=2).error["code"] == "usage"
+
+
 def test_health_needs_no_token(cli: Cli, tmp_path: Path) -> None:
     with running(tmp_path, api_token="s3cret") as kiln:
         assert cli("health", "--url", kiln.url)

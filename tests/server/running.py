@@ -28,7 +28,7 @@ from kiln_server.state import ServerState
 from tests.simulators.engine import ENTRY_POINT, SimulatedEngine, entry_point
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 20.0
+SECONDS = 120.0
 """Nothing a test waits for takes longer."""
 
 

@@ -307,7 +307,7 @@ def hold(kiln: Running, connections: list[socket.socket], count: int) -> None:
         connection = socket.create_connection(("127.0.0.1", kiln.port))
         connection.sendall(head.encode() + b"\r\n" + data)
         connections.append(connection)
-    until(lambda: len(kiln.engine.submitted) == count)
+    until(lambda: len(kiln.engine.submitted) == len(connections))
 
 
 def test_gone_clients_free_their_slots(kiln: Running) -> None:
@@ -324,7 +324,9 @@ def test_gone_clients_free_their_slots(kiln: Running) -> None:
 
 def test_full_queue_says_when_to_come_back(kiln: Running) -> None:
     connections: list[socket.socket] = []
-    hold(kiln, connections, 12)  # 4 slots and a queue of 8
+    hold(kiln, connections, 4)  # the slots
+    until(lambda: kiln.engine.busy == 4)
+    hold(kiln, connections, 8)  # the queue
     answer = kiln.post(CHAT, body())
     assert answer.status == 503
     assert answer.headers["retry-after"] == "1"
