@@ -156,6 +156,7 @@ def _split_url(url: str, text: str) -> SplitResult:
     try:
         parts = urlsplit(url)
         _ = parts.port
+        (parts.hostname or "").encode("idna")  # what a resolver would refuse
     except ValueError as error:
         raise UsageError(f"environment URL {text!r} is malformed: {error}") from error
     return parts

@@ -295,3 +295,9 @@ def test_absolute_url_may_be_demanded() -> None:
 def test_session_url_keeps_host_path_and_security() -> None:
     assert websocket_url("https://h:1/base") == "wss://h:1/base/ws"
     assert websocket_url("http://h") == "ws://h/ws"
+
+
+@pytest.mark.parametrize("url", ["http://x..y", f"http://{'a' * 64}.b", "http://.x"])
+def test_host_no_resolver_takes_is_refused(url):
+    with pytest.raises(UsageError):
+        environment_url(url)
