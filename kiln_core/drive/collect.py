@@ -26,7 +26,7 @@ from kiln_core.bundle import (
     derive_bundle,
     project_candidate,
 )
-from kiln_core.canonical import canonical_bytes, compact
+from kiln_core.canonical import JsonValue, canonical_bytes, compact
 from kiln_core.contract import (
     OpenEnvTrainingContract,
     check_policy_adapter,
@@ -88,6 +88,8 @@ class _Stage(msgspec.Struct, frozen=True, kw_only=True):
     inspection: EnvironmentInspection
     action_schema: ActionSchema
     guide_sha256: str | None
+    guide_schema: JsonValue | None
+    """What the model reads is what guides it, so a dataset alone says both."""
 
 
 class _Running:
@@ -279,11 +281,9 @@ class _Collection:
         except InvalidActionSchema as error:
             error.details.setdefault("environment", client.base_url)
             raise
-        guide = None
+        guide, shown = None, model_schema(schema.document)
         if self.request.guided:
-            report = await self.policy.guide(
-                model_schema(schema.document), self.controls.max_action_tokens
-            )
+            report = await self.policy.guide(shown, self.controls.max_action_tokens)
             guide = report.guide_sha256
             if report.warning is not None:
                 self.observer.warning(f"{client.base_url}: {report.warning}")
@@ -293,6 +293,7 @@ class _Collection:
             inspection=found,
             action_schema=schema,
             guide_sha256=guide,
+            guide_schema=shown if guide else None,
         )
 
     def _setting(self, stages: list[_Stage], group_index: int) -> GroupSetting:
@@ -427,12 +428,7 @@ class _Collection:
             thinking_budget_tokens=(
                 controls.thinking_budget_tokens if self.thinking else None
             ),
-            # What the model reads is what guides it, so a dataset alone says both.
-            action_schema=(
-                model_schema(stage.action_schema.document)
-                if stage.guide_sha256
-                else None
-            ),
+            action_schema=stage.guide_schema,
         )
 
         async def ask_policy() -> PolicyReply:
