@@ -20,6 +20,7 @@ from kiln_core.provenance import BehaviorPolicyIdentity
 from kiln_core.records import Count, EpisodeTermination, Seed, Steps, check_termination
 
 __all__ = [
+    "OpenEnvArtifactDownloadReceipt",
     "OpenEnvRolloutSummary",
     "OpenEnvTrainingSelection",
     "ReplayRunReport",
@@ -37,6 +38,15 @@ Text = Annotated[str, Meta(min_length=1)]
 ArtifactBytes = Annotated[int, Meta(ge=1, le=limits.MAX_ARTIFACT_BYTES)]
 SelectedCount = Annotated[int, Meta(ge=0, le=limits.MAX_ROLLOUTS)]
 Milliseconds = Annotated[float, Meta(ge=0)]
+RunId = Annotated[
+    str,
+    Meta(
+        pattern="^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}"
+        "-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
+        max_length=36,
+    ),
+]
+"""A UUID (RFC 9562) as text."""
 
 
 class RolloutRecord(Record, frozen=True, kw_only=True):
@@ -171,6 +181,23 @@ class ReplayRunReport(Record, frozen=True, kw_only=True):
     capacity_retries: Count
     environment_prefix_only_rollouts: Count
     """Candidates whose last reply was no action and so was never sent."""
+
+
+class OpenEnvArtifactDownloadReceipt(Record, frozen=True, kw_only=True):
+    """``kiln.openenv-artifact-download.v1``: one artifact of a run, saved and checked.
+
+    It names no server, whose URL may hold credentials.
+    """
+
+    schema: Literal["kiln.openenv-artifact-download.v1"]
+    run_id: RunId
+    kind: Text
+    source_url: Annotated[
+        str, Meta(pattern=r"^/v1/openenv/runs/[0-9a-fA-F-]{36}/artifacts/[^/?#]+$")
+    ]
+    output_path: Text
+    sha256: Sha256
+    bytes: Annotated[int, Meta(ge=0, le=limits.MAX_ARTIFACT_BYTES)]
 
 
 def rollout_stats(rollouts: Sequence[RolloutRecord]) -> RolloutStats:
