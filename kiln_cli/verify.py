@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kiln_cli.options import bundle_options, json_option
 from kiln_cli.render import document, facts, say
-from kiln_core.receipt import VERIFICATION_SCHEMA, VerificationReport
+from kiln_core.canonical import pretty
+from kiln_core.legacy import LEGACY_SCHEMAS
+from kiln_core.receipt import (
+    OUTCOME_SCHEMA,
+    VERIFICATION_SCHEMA,
+    BundleContradiction,
+    VerificationOutcome,
+    VerificationReport,
+)
+
+if TYPE_CHECKING:
+    from kiln_core.errors import InvalidBundle
 
 __all__ = ["verify"]
 
@@ -18,34 +30,33 @@ __all__ = ["verify"]
 Examples:
   kiln openenv verify
   kiln openenv verify --summary run/openenv.rollout-summary.json --json
+  kiln openenv verify --dataset moved.jsonl --replay moved.json --report outcome.json
 """
 )
 @bundle_options
+@click.option(
+    "--report",
+    type=click.Path(path_type=Path),
+    help="Also write the outcome, a contradiction included, to this file.",
+)
+@click.option("--force", is_flag=True, help="Replace an existing report.")
 @json_option
-def verify(
-    *, summary: Path, dataset: Path | None, replay: Path | None, as_json: bool
-) -> None:
+def verify(*, as_json: bool, **flags: Any) -> None:
     """Verify a bundle offline; exit 1 when it does not hold.
 
     Digests, canonical bytes, returns, transcripts, seeds and totals are recomputed.
     Nothing is contacted, and nothing is claimed about the environment as it is now.
     """
-    from kiln_core.drive.files import read_bundle
-    from kiln_core.verify import CHECKS, verify_bundle
+    from kiln_core.drive.files import check_target, publish_file
+    from kiln_core.verify import CHECKS
 
-    files, dataset_path, replay_path = read_bundle(summary, dataset, replay)
-    verified = verify_bundle(files)
-    report = VerificationReport(
-        schema=VERIFICATION_SCHEMA,
-        summary_path=str(summary),
-        dataset_path=str(dataset_path),
-        replay_path=str(replay_path),
-        dataset_sha256=verified.summary.dataset_sha256,
-        replay_sha256=verified.summary.replay_sha256,
-        groups=verified.summary.groups,
-        rollouts=verified.summary.rollout_count,
-        environment_exchanges=verified.environment_exchanges,
-    )
+    if flags["report"] is not None:
+        check_target(flags["report"], force=flags["force"])
+    outcome = _verified(flags)
+    if flags["report"] is not None:
+        publish_file(flags["report"], pretty(outcome), force=flags["force"])
+    report = outcome.report
+    assert report is not None  # noqa: S101 - a contradiction was raised
     if as_json:
         document(report)
         return
@@ -53,15 +64,83 @@ def verify(
         say(f"ok  {name}")
     facts(
         [
+            ("summary", _version(outcome)),
             ("dataset", f"{report.dataset_path} {report.dataset_sha256}"),
             ("replay", f"{report.replay_path} {report.replay_sha256}"),
             ("rollouts", f"{report.rollouts} in {report.groups} groups"),
             ("exchanges", report.environment_exchanges),
-            ("with token ids", verified.traced_rollouts),
-            ("collected again", verified.retried_rollouts),
+            ("with token ids", outcome.traced_rollouts),
+            ("collected again", outcome.retried_rollouts),
         ]
     )
     say(
         "The bundle verifies. Nothing was contacted: this says nothing about the "
         "environment as it is now."
     )
+
+
+def _verified(flags: dict[str, Any]) -> VerificationOutcome:
+    """Verify the files that were named.
+
+    Raises:
+        InvalidBundle: They contradict themselves; reported first where asked.
+    """
+    from kiln_core.drive.files import publish_file, read_bundle
+    from kiln_core.errors import InvalidBundle
+    from kiln_core.verify import verify_bundle
+
+    files, dataset, replay = read_bundle(
+        flags["summary"], flags["dataset"], flags["replay"]
+    )
+    try:
+        verified = verify_bundle(files)
+    except InvalidBundle as error:
+        if flags["report"] is not None:
+            outcome = pretty(_contradicted(error))
+            publish_file(flags["report"], outcome, force=flags["force"])
+        raise
+    summary = verified.summary
+    return VerificationOutcome(
+        schema=OUTCOME_SCHEMA,
+        report=VerificationReport(
+            schema=VERIFICATION_SCHEMA,
+            summary_path=str(flags["summary"]),
+            dataset_path=str(dataset),
+            replay_path=str(replay),
+            dataset_sha256=summary.dataset_sha256,
+            replay_sha256=summary.replay_sha256,
+            groups=summary.groups,
+            rollouts=summary.rollout_count,
+            environment_exchanges=verified.environment_exchanges,
+        ),
+        contradiction=None,
+        summary_schema=summary.schema,
+        traced_rollouts=verified.traced_rollouts,
+        retried_rollouts=verified.retried_rollouts,
+    )
+
+
+def _contradicted(error: InvalidBundle) -> VerificationOutcome:
+    details = error.details
+    return VerificationOutcome(
+        schema=OUTCOME_SCHEMA,
+        report=None,
+        contradiction=BundleContradiction(
+            check=details["check"],
+            file=details["file"],
+            line=details.get("line"),
+            pointer=details.get("pointer"),
+            message=error.message,
+            expected=details.get("expected"),
+            found=details.get("found"),
+        ),
+        summary_schema=None,
+        traced_rollouts=None,
+        retried_rollouts=None,
+    )
+
+
+def _version(outcome: VerificationOutcome) -> str:
+    legacy = " (legacy: it does not say which policy acted)"
+    schema = outcome.summary_schema or ""
+    return schema + (legacy if schema in LEGACY_SCHEMAS else "")

@@ -171,20 +171,22 @@ def check_preflight(
 
 def check_contract(
     contract: OpenEnvTrainingContract,
-    policy: BehaviorPolicyIdentity,
+    policy: BehaviorPolicyIdentity | UnsetType,
+    adapter: str | None,
     fail: Callable[..., Any],
 ) -> None:
     """Check that a recorded contract is valid and is that of its collection.
 
     Args:
         contract: From the summary.
-        policy: Who acted.
+        policy: Who acted; unset in legacy records, where the contract has none either.
+        adapter: The behaviour adapter, None for the base model.
         fail: Called for the first contradiction.
     """
     config = contract.effective_config
     pairs = (
         ("behavior_policy", policy, contract.behavior_policy),
-        ("effective_config/base_adapter", policy.adapter_name, config.base_adapter),
+        ("effective_config/base_adapter", adapter, config.base_adapter),
         (
             "effective_config/behavior_policy",
             "no_importance_correction",

@@ -25,6 +25,7 @@ from kiln_core.canonical import (
     sorted_json,
 )
 from kiln_core.errors import UsageError
+from kiln_core.legacy import SUMMARY_V2, LegacyRolloutSummary
 from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
 from kiln_core.receipt import OpenEnvRolloutSummary
 
@@ -264,14 +265,36 @@ def check_plan(
                 known,
                 template,
             )
-    found = reset_plan_digest([templates[index] for index in sorted(templates)])
-    if found != summary.reset_plan_sha256:
+    _check_reset_digest(
+        summary, [templates[i] for i in sorted(templates)], in_summary, in_replay
+    )
+
+
+def _check_reset_digest(
+    summary: OpenEnvRolloutSummary,
+    templates: list[JsonValue],
+    in_summary: Callable[..., Any],
+    in_replay: Callable[..., Any],
+) -> None:
+    name, found = "reset_plan_sha256", reset_plan_digest(templates)
+    if isinstance(summary, LegacyRolloutSummary) and summary.schema == SUMMARY_V2:
+        name, found = "reset_options_sha256", digest_json(templates[0])
+        for index, template in enumerate(templates):
+            if not same_json(templates[0], template):
+                in_replay(
+                    "plan",
+                    f"/groups/{index}/reset_payload",
+                    "version 2 has one reset object for all environments",
+                    templates[0],
+                    template,
+                )
+    if found != getattr(summary, name):
         in_summary(
             "plan",
-            "/reset_plan_sha256",
+            f"/{name}",
             "the manifest has another plan",
             found,
-            summary.reset_plan_sha256,
+            getattr(summary, name),
         )
 
 

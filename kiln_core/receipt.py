@@ -13,25 +13,28 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import Record, Sha256, total
+from kiln_core.canonical import JsonValue, Record, Sha256, total
 from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.provenance import BehaviorPolicyIdentity
 from kiln_core.records import Count, EpisodeTermination, Seed, Steps, check_termination
 
 __all__ = [
+    "BundleContradiction",
     "OpenEnvArtifactDownloadReceipt",
     "OpenEnvRolloutSummary",
     "OpenEnvTrainingSelection",
     "ReplayRunReport",
     "RolloutRecord",
     "RolloutStats",
+    "VerificationOutcome",
     "VerificationReport",
     "rollout_stats",
 ]
 
 SUMMARY_SCHEMA: Final = "kiln.openenv-rollout-summary.v5"
 VERIFICATION_SCHEMA: Final = "kiln.openenv-verification.v1"
+OUTCOME_SCHEMA: Final = "kiln.openenv-verification-outcome.v1"
 REPLAY_RUN_SCHEMA: Final = "kiln.openenv-replay-run.v1"
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -167,6 +170,36 @@ class VerificationReport(Record, frozen=True, kw_only=True):
     groups: Annotated[int, Meta(ge=1)]
     rollouts: Annotated[int, Meta(ge=1)]
     environment_exchanges: Count
+
+
+class BundleContradiction(Record, frozen=True, kw_only=True):
+    """Where a bundle first contradicted itself."""
+
+    check: str
+    """Which check failed."""
+    file: str
+    line: int | None
+    """1-based line of the dataset."""
+    pointer: str | None
+    """JSON Pointer in the file, or in the line."""
+    message: str
+    expected: JsonValue = None
+    found: JsonValue = None
+
+
+class VerificationOutcome(Record, frozen=True, kw_only=True):
+    """``kiln.openenv-verification-outcome.v1``: what verification found, either way."""
+
+    schema: Literal["kiln.openenv-verification-outcome.v1"]
+    report: VerificationReport | None
+    """Exists only on success."""
+    contradiction: BundleContradiction | None
+    summary_schema: str | None
+    """Version of the summary; the rest is null when the bundle does not verify."""
+    traced_rollouts: Count | None
+    """Rollouts that carry token ids."""
+    retried_rollouts: Count | None
+    """Rollouts that needed more than one attempt."""
 
 
 class ReplayRunReport(Record, frozen=True, kw_only=True):

@@ -39,9 +39,11 @@ from kiln_core.errors import (
     MalformedJson,
     UsageError,
 )
+from kiln_core.legacy import LEGACY_SCHEMAS, LegacyRolloutSummary, check_version
 from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
 from kiln_core.plan import check_controls, check_plan, recorded_controls
 from kiln_core.prompt import SYSTEM_PROMPTS, initial_messages
+from kiln_core.provenance import BehaviorPolicyIdentity
 from kiln_core.receipt import (
     SUMMARY_SCHEMA,
     OpenEnvRolloutSummary,
@@ -60,6 +62,13 @@ __all__ = [
     "read_summary",
     "verify_bundle",
 ]
+
+
+READERS: Final[dict[str, type[OpenEnvRolloutSummary]]] = {
+    SUMMARY_SCHEMA: OpenEnvRolloutSummary,
+    **dict.fromkeys(LEGACY_SCHEMAS, LegacyRolloutSummary),
+}
+"""The record of every summary version that is still read."""
 
 
 class BundleBytes(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +139,7 @@ def read_summary(data: bytes, file: str) -> OpenEnvRolloutSummary:
     """
     try:
         schema = _version(data)
-        if schema != SUMMARY_SCHEMA:
+        if not isinstance(schema, str) or schema not in READERS:
             fail_in(file)(
                 "summary_schema",
                 "/schema",
@@ -138,7 +147,7 @@ def read_summary(data: bytes, file: str) -> OpenEnvRolloutSummary:
                 SUMMARY_SCHEMA,
                 schema,
             )
-        return read_record(data, OpenEnvRolloutSummary, file)
+        return read_record(data, READERS[schema], file)
     except (MalformedJson, InvalidRecord) as error:
         invalid = _invalid(error, "summary_record", file)
         raise invalid from error
@@ -160,12 +169,14 @@ def _check_summary_record(evidence: _Evidence) -> None:
 def _check_policy(evidence: _Evidence) -> None:
     summary = evidence.summary
     fail = fail_in(evidence.files.summary_name)
-    if summary.behavior_policy.adapter_name != summary.adapter:
+    check_version(summary, fail)
+    policy: BehaviorPolicyIdentity | UnsetType = summary.behavior_policy
+    if not isinstance(policy, UnsetType) and policy.adapter_name != summary.adapter:
         fail(
             "summary_policy",
             "/adapter",
             "the policy identity names another adapter",
-            summary.behavior_policy.adapter_name,
+            policy.adapter_name,
             summary.adapter,
         )
     if summary.adapter_label != (summary.adapter or "base"):
@@ -178,7 +189,7 @@ def _check_policy(evidence: _Evidence) -> None:
         )
     contract = summary.training_contract
     if not isinstance(contract, UnsetType):
-        check_contract(contract, summary.behavior_policy, fail)
+        check_contract(contract, policy, summary.adapter, fail)
 
 
 def _check_controls(evidence: _Evidence) -> None:
@@ -197,6 +208,15 @@ def _check_controls(evidence: _Evidence) -> None:
                 "sessions are below the base URL",
                 expected,
                 environment.identity.websocket_url,
+            )
+        known = environment.identity.discovery_sha256 is not UNSET
+        if not known and not isinstance(summary, LegacyRolloutSummary):
+            fail(
+                "summary_identity",
+                f"/environments/{index}/identity/discovery_sha256",
+                "only a legacy summary may omit it",
+                "present",
+                "absent",
             )
 
 
@@ -434,7 +454,7 @@ def _check_records(evidence: _Evidence) -> None:
 
 CHECKS: Final[tuple[tuple[str, Callable[[_Evidence], None]], ...]] = (
     ("summary is a supported record", _check_summary_record),
-    ("policy, adapter and contract agree", _check_policy),
+    ("version, policy, adapter and contract agree", _check_policy),
     ("controls and identities are in bounds", _check_controls),
     ("digests and sizes match the bytes", _check_digests),
     ("replay manifest is a record", _check_replay_record),

@@ -72,6 +72,8 @@ RECORDS = {
         receipt.OpenEnvTrainingSelection,
         discovery.EnvironmentIdentity,
         receipt.VerificationReport,
+        receipt.VerificationOutcome,
+        receipt.BundleContradiction,
         receipt.ReplayRunReport,
         replay.ReplayOutcome,
         replay.CandidateDrift,

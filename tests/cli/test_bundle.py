@@ -73,6 +73,31 @@ def test_verdict_lists_the_checks(cli: Cli, bundle: Path) -> None:
     assert done.err == ""
 
 
+def test_outcome_is_kept_on_success(cli: Cli, bundle: Path, tmp_path: Path) -> None:
+    report = cli(*VERIFY, "--report", "outcome.json", "--json").json
+    outcome = json.loads((tmp_path / "outcome.json").read_bytes())
+    assert outcome["schema"] == "kiln.openenv-verification-outcome.v1"
+    assert outcome["report"] == report
+    assert outcome["contradiction"] is None
+    assert outcome["traced_rollouts"] == 12
+    again = cli(*VERIFY, "--report", "outcome.json", code=2)
+    assert "outcome.json" in again.err
+    assert cli(*VERIFY, "--report", "outcome.json", "--force").code == 0
+
+
+def test_outcome_tells_the_contradiction(
+    cli: Cli, bundle: Path, tmp_path: Path
+) -> None:
+    dataset = tmp_path / OUTPUTS[0]
+    dataset.write_bytes(dataset.read_bytes() + b"\n")
+    error = cli(*VERIFY, "--report", "outcome.json", "--json", code=1).json["error"]
+    outcome = json.loads((tmp_path / "outcome.json").read_bytes())
+    assert outcome["report"] is None
+    found = outcome["contradiction"]
+    assert found["check"] == error["details"]["check"] == "dataset_digest"
+    assert found["message"] == error["message"]
+
+
 def test_report_is_one_document(cli: Cli, bundle: Path) -> None:
     report = cli(*VERIFY, "--json").json
     assert report["schema"] == "kiln.openenv-verification.v1"

@@ -25,7 +25,7 @@ from kiln_core.bundle import (
     derive_bundle,
     project_candidate,
 )
-from kiln_core.canonical import compact, digest, pretty
+from kiln_core.canonical import compact, digest, digest_json, pretty
 from kiln_core.contract import (
     CONTRACT_SCHEMA,
     OpenEnvTrainingContract,
@@ -110,6 +110,7 @@ class Collection:
         guide: str | None = None,
         contract: bool = False,
         scripts: Mapping[str, Sequence[Sequence[Reply]]] = SCRIPTS,
+        templates: Mapping[str, Any] = TEMPLATES,
     ) -> None:
         self.controls = controls
         self.inspections = tuple(inspections)
@@ -119,6 +120,7 @@ class Collection:
         self.guide = guide
         self.contract = contract
         self.scripts = scripts
+        self.templates = templates
         self.schemas = [ActionSchema(i.schema.action) for i in self.inspections]
 
     def name(self, group_index: int) -> str:
@@ -135,7 +137,7 @@ class Collection:
             environment_index=index,
             inspection=self.inspections[index],
             seed=seed,
-            reset_payload=effective_reset(TEMPLATES[self.name(group_index)], seed),
+            reset_payload=effective_reset(self.templates[self.name(group_index)], seed),
             action_schema_sha256=self.schemas[index].sha256,
             behavior_policy=self.policy,
             guide_sha256=self.guide,
@@ -212,7 +214,7 @@ class Collection:
             environments=list(self.inspections),
             controls=self.controls,
             thinking=self.thinking,
-            reset_templates=[TEMPLATES[name] for name in names],
+            reset_templates=[self.templates[name] for name in names],
             paths=BundlePaths(),
             training_contract=contract if self.contract else None,
             training_selection=selector.record() if self.contract else None,
@@ -289,6 +291,47 @@ class Parts:
         }
         self.summary |= {k: v for k, v in sealed.items() if k not in keep}
         return BundleBytes(summary=write(self.summary), dataset=dataset, replay=replay)
+
+
+ONE_RESET = {"counter": {"target": 4}, "lamps": {"target": 4}}
+"""One reset object for all environments, as version 2 had it."""
+ONE_ROUND = msgspec.structs.replace(CONTROLS, groups=2, group_size=5)
+LEGACY_SOURCES: dict[str, Callable[[], Collection]] = {
+    "v2": lambda: Collection(controls=ONE_ROUND, tokens=False, templates=ONE_RESET),
+    "v3": lambda: Collection(controls=ONE_ROUND, tokens=False, thinking=True),
+    "v4": lambda: Collection(
+        controls=ONE_ROUND, tokens=False, policy=ADAPTER_POLICY, contract=True
+    ),
+}
+"""Collections from which bundles of older summary versions are made."""
+
+
+def legacy_bundle(version: str) -> Parts:
+    """Return a bundle as an older version wrote it, open to changes."""
+    parts = Parts(bytes_of(LEGACY_SOURCES[version]().bundle()))
+    summary = parts.summary
+    summary["schema"] = f"kiln.openenv-rollout-summary.{version}"
+    del summary["behavior_policy"]
+    if version == "v4":
+        del summary["training_contract"]["behavior_policy"]
+    for line in parts.dataset:
+        for rollout in line["completions"]:
+            del rollout["openenv"]["behavior_policy"]
+    if version == "v2":
+        summary["reset_options_sha256"] = digest_json(ONE_RESET["counter"])
+        del summary["reset_plan_sha256"]
+        _without_discovery_digest(parts)
+    return parts
+
+
+def _without_discovery_digest(parts: Parts) -> None:
+    for environment in (*parts.summary["environments"], *parts.replay["environments"]):
+        del environment["identity"]["discovery_sha256"]
+        del environment["identity"]["authentication"]
+    for line in parts.dataset:
+        for rollout in line["completions"]:
+            del rollout["openenv"]["discovery_sha256"]
+            del rollout["trace"]
 
 
 def verify(files: BundleBytes) -> VerifiedBundle:

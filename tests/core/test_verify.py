@@ -16,7 +16,7 @@ from kiln_core import verify as verification
 from kiln_core.actions import ActionSchema
 from kiln_core.canonical import compact, digest, pretty
 from kiln_core.errors import InvalidBundle
-from kiln_core.records import OpenEnvRolloutProvenance
+from kiln_core.records import EpisodeTermination, OpenEnvRolloutProvenance
 from kiln_core.transcript import RolloutContext, _expected_provenance
 from kiln_core.verify import BundleBytes, read_summary
 from tests.core.bundles import (
@@ -100,6 +100,7 @@ def test_table_is_large_and_names_every_check() -> None:
     assert known | elsewhere | {"summary_contract"} == {
         "summary_record",
         "summary_schema",
+        "summary_version",
         "summary_policy",
         "summary_contract",
         "summary_controls",
@@ -811,21 +812,30 @@ def test_every_member_of_the_provenance_is_derived_again() -> None:
     assert set(_expected_provenance(context)) == members
 
 
-VECTORS = Path(__file__).parents[1] / "vectors" / "bundle-prompt-1"
+VECTORS = Path(__file__).parents[1] / "vectors"
+PUBLISHED = {
+    "bundle-prompt-1": "sha256:fd27ed3a02a9484a67d598aa9a561054aec48cbb27d98986a0e05b3565cd3add",
+    "bundle-v2": "sha256:fae9d3fe2a64a6e5653f7b475f0752efea2451926cb0036d20e1e7e889bb0672",
+    "bundle-v3": "sha256:52222e6d34c2a73ec272820e5cd8b701a2044976da6de4c80e39088dd13b54d7",
+    "bundle-v4": "sha256:c0903f92d5bdfde81447d3588156327ab1a9f01911b616789163ed0d3715bef6",
+}
+"""Every directory of vectors, and the digest of its summary."""
 
 
-def test_published_bundle_verifies_for_ever() -> None:
-    """Bytes made by the first version; new code must go on accepting them."""
+def test_every_published_bundle_is_listed() -> None:
+    assert {path.name for path in VECTORS.glob("bundle-*")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_bundle_verifies_for_ever(name: str) -> None:
+    """Bytes made once by an earlier version; new code must go on accepting them."""
     files = BundleBytes(
-        summary=(VECTORS / NAMES[S]).read_bytes(),
-        dataset=(VECTORS / NAMES[D]).read_bytes(),
-        replay=(VECTORS / NAMES[R]).read_bytes(),
+        summary=(VECTORS / name / NAMES[S]).read_bytes(),
+        dataset=(VECTORS / name / NAMES[D]).read_bytes(),
+        replay=(VECTORS / name / NAMES[R]).read_bytes(),
     )
-    assert (
-        digest(files.summary)
-        == "sha256:fd27ed3a02a9484a67d598aa9a561054aec48cbb27d98986a0e05b3565cd3add"
-    )
+    assert digest(files.summary) == PUBLISHED[name]
     assert len(files.summary + files.dataset + files.replay) < 300_000
     verified = verify(files)
-    assert verified.summary.thinking
-    assert verified.traced_rollouts == verified.summary.rollout_count
+    endings = {record.termination for record in verified.summary.rollouts}
+    assert endings == set(EpisodeTermination)

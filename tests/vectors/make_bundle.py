@@ -1,8 +1,9 @@
-"""Make a published bundle for the vectors: ``python -m tests.vectors.make_bundle DIR``.
+"""Make a golden bundle: ``python -m tests.vectors.make_bundle KIND DIRECTORY``.
 
-The bundle covers all four terminations in two environments, with thinking and token
-ids, and names the prompt version its directory has in its name. A vector is made once
-and never again: when the prompt gets a new version, make a new directory.
+KIND is ``prompt-N`` for a bundle of the present summary version and prompt version N,
+or an older summary version, ``v2`` to ``v4``. Each covers all four terminations in two
+environments. A vector is made once and never again: when prompt or summary get a new
+version, make a new directory.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.core.bundles import Collection, bytes_of
+from tests.core.bundles import LEGACY_SOURCES, Collection, bytes_of, legacy_bundle
 
 
-def main(directory: Path) -> None:
+def main(kind: str, directory: Path) -> None:
     """Write the three files."""
-    files = bytes_of(Collection(thinking=True).bundle())
+    if kind in LEGACY_SOURCES:
+        files = legacy_bundle(kind).seal()
+    else:
+        files = bytes_of(Collection(thinking=True).bundle())
+    directory.mkdir(parents=True)
     for name, data in (
         (files.dataset_name, files.dataset),
         (files.replay_name, files.replay),
@@ -25,4 +30,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1], Path(sys.argv[2]))
