@@ -51,6 +51,11 @@ Sha256: TypeAlias = Annotated[
 """``sha256:`` and 64 lower-case hexadecimal digits."""
 
 
+END: Final = r"(?!\n)$"
+"""Ends a pattern at the end of the text; Python's ``$`` also stands before a last
+line feed. Published schemas, whose ``$`` does not, say ``$``."""
+
+
 class Record(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=True
 ):

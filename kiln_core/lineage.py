@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import Record, Sha256, compact, total
+from kiln_core.canonical import END, Record, Sha256, compact, total
 from kiln_core.errors import InvalidRecord
 from kiln_core.provenance import BehaviorPolicyIdentity
 from kiln_core.records import (
@@ -31,7 +31,7 @@ GROUP_PLAN_PREFIX: Final = b"kiln.openenv-group-plan.v1\0"
 GROUP_PLAN_ITEM_SCHEMA: Final = "kiln.openenv-group-plan-item.v1"
 
 Positive = Annotated[int, Meta(ge=1)]
-DecimalText = Annotated[str, Meta(pattern="^(0|[1-9][0-9]*)$", max_length=20)]
+DecimalText = Annotated[str, Meta(pattern="^(0|[1-9][0-9]*)" + END, max_length=20)]
 SHARED_FIELDS: Final = (
     "environment_name",
     "environment_base_url",

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, Record, Sha256, total
+from kiln_core.canonical import END, JsonValue, Record, Sha256, total
 from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.provenance import BehaviorPolicyIdentity
@@ -45,8 +45,7 @@ RunId = Annotated[
     str,
     Meta(
         pattern="^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}"
-        "-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
-        max_length=36,
+        "-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}" + END
     ),
 ]
 """A UUID (RFC 9562) as text."""
