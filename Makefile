@@ -37,6 +37,7 @@ layers: setup
 
 contracts: setup
 	$(BIN)/python scripts/check_lock.py
+	$(BIN)/python scripts/export_contracts.py --check
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -123,6 +123,9 @@ if TYPE_CHECKING:
         EnvironmentEvalDecision,
         EnvironmentEvalEvidence,
         EnvironmentEvalGate,
+        EnvironmentEvalOutcome,
+        EnvironmentEvaluationReceipt,
+        PolicyIdentity,
         check_paired,
         evaluate_pairs,
         least_passing_wins,
@@ -161,11 +164,14 @@ if TYPE_CHECKING:
         RolloutProvenance,
     )
     from kiln_core.receipt import (
+        BundleContradiction,
+        OpenEnvArtifactDownloadReceipt,
         OpenEnvRolloutSummary,
         OpenEnvTrainingSelection,
         ReplayRunReport,
         RolloutRecord,
         RolloutStats,
+        VerificationOutcome,
         VerificationReport,
     )
     from kiln_core.records import (
@@ -175,6 +181,16 @@ if TYPE_CHECKING:
         OpenEnvRolloutProvenance,
         ScoredRollout,
         TurnSegment,
+    )
+    from kiln_core.run import (
+        OpenEnvRunList,
+        OpenEnvRunRequest,
+        OpenEnvRunStatus,
+        RunState,
+    )
+    from kiln_core.schemas import (
+        check_document,
+        published,
     )
     from kiln_core.scripted import (
         ScriptedPolicy,
@@ -200,6 +216,7 @@ __all__ = [
     "BehaviorPolicyIdentity",
     "Bundle",
     "BundleBytes",
+    "BundleContradiction",
     "BundlePaths",
     "CapacityExhausted",
     "CapacityFull",
@@ -220,6 +237,8 @@ __all__ = [
     "EnvironmentEvalDecision",
     "EnvironmentEvalEvidence",
     "EnvironmentEvalGate",
+    "EnvironmentEvalOutcome",
+    "EnvironmentEvaluationReceipt",
     "EnvironmentFault",
     "EnvironmentIdentity",
     "EnvironmentInspection",
@@ -248,9 +267,13 @@ __all__ = [
     "Muon",
     "Observation",
     "Observer",
+    "OpenEnvArtifactDownloadReceipt",
     "OpenEnvReplayManifest",
     "OpenEnvRolloutProvenance",
     "OpenEnvRolloutSummary",
+    "OpenEnvRunList",
+    "OpenEnvRunRequest",
+    "OpenEnvRunStatus",
     "OpenEnvTrainingContract",
     "OpenEnvTrainingData",
     "OpenEnvTrainingSelection",
@@ -260,6 +283,7 @@ __all__ = [
     "PolicyDescription",
     "PolicyDrift",
     "PolicyError",
+    "PolicyIdentity",
     "PolicyReply",
     "PolicyRequest",
     "PostEvalConfig",
@@ -275,6 +299,7 @@ __all__ = [
     "RolloutRecord",
     "RolloutStats",
     "RolloutTrace",
+    "RunState",
     "ScoredRollout",
     "ScriptedPolicy",
     "ServerRefusal",
@@ -287,8 +312,10 @@ __all__ = [
     "TransportError",
     "TurnSegment",
     "UsageError",
+    "VerificationOutcome",
     "VerificationReport",
     "VerifiedBundle",
+    "check_document",
     "check_paired",
     "check_preflight",
     "collect",
@@ -306,6 +333,7 @@ __all__ = [
     "parse_reply",
     "pretty",
     "publish_bundle",
+    "published",
     "read_bundle",
     "read_groups",
     "read_json",
@@ -350,8 +378,9 @@ _HOMES = {
     ),
     "evaluation": (
         "EnvironmentEvalConfig EnvironmentEvalDecision EnvironmentEvalEvidence "
-        "EnvironmentEvalGate check_paired evaluate_pairs least_passing_wins "
-        "sign_test_p_value"
+        "EnvironmentEvalGate EnvironmentEvalOutcome "
+        "EnvironmentEvaluationReceipt PolicyIdentity check_paired "
+        "evaluate_pairs least_passing_wins sign_test_p_value"
     ),
     "grpo": "AdamW EchoLoss GrpoConfig LossConfig Muon Sgd",
     "lineage": "CorpusLineage OpenEnvTrainingData",
@@ -360,13 +389,16 @@ _HOMES = {
     "ports": "Observer Policy PolicyDescription PolicyReply PolicyRequest",
     "provenance": "BehaviorPolicyIdentity RolloutProvenance",
     "receipt": (
+        "BundleContradiction OpenEnvArtifactDownloadReceipt "
         "OpenEnvRolloutSummary OpenEnvTrainingSelection ReplayRunReport "
-        "RolloutRecord RolloutStats VerificationReport"
+        "RolloutRecord RolloutStats VerificationOutcome VerificationReport"
     ),
     "records": (
         "AgenticGroup ChatMessage EpisodeTermination OpenEnvRolloutProvenance "
         "ScoredRollout TurnSegment"
     ),
+    "run": "OpenEnvRunList OpenEnvRunRequest OpenEnvRunStatus RunState",
+    "schemas": "check_document published",
     "scripted": "ScriptedPolicy",
     "selection": "TrainingSelector",
     "trace": "RolloutTrace",
