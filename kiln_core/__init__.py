@@ -71,6 +71,11 @@ if TYPE_CHECKING:
         ReplayRequest,
         replay_bundle,
     )
+    from kiln_core.drive.tasks import (
+        TaskClient,
+        task_catalog,
+        task_catalogs,
+    )
     from kiln_core.engine import (
         Engine,
         EngineSettings,
@@ -114,6 +119,7 @@ if TYPE_CHECKING:
         ServerUnreachable,
         SessionLost,
         SessionRefused,
+        TaskApiUnsupported,
         TrainingError,
         TransportError,
         UsageError,
@@ -197,6 +203,12 @@ if TYPE_CHECKING:
     )
     from kiln_core.selection import (
         TrainingSelector,
+    )
+    from kiln_core.tasks import (
+        TaskCatalog,
+        TaskCatalogReport,
+        TaskSelection,
+        task_selection,
     )
     from kiln_core.trace import (
         RolloutTrace,
@@ -307,6 +319,11 @@ __all__ = [
     "SessionLost",
     "SessionRefused",
     "Sgd",
+    "TaskApiUnsupported",
+    "TaskCatalog",
+    "TaskCatalogReport",
+    "TaskClient",
+    "TaskSelection",
     "TrainingError",
     "TrainingSelector",
     "TransportError",
@@ -343,6 +360,9 @@ __all__ = [
     "same_json",
     "select_training",
     "sign_test_p_value",
+    "task_catalog",
+    "task_catalogs",
+    "task_selection",
     "verify_bundle",
 ]
 
@@ -364,6 +384,7 @@ _HOMES = {
     "drive.http": "Credential environment_client",
     "drive.policy": "HttpPolicy http_policy",
     "drive.replay": "ReplayOutcome ReplayRequest replay_bundle",
+    "drive.tasks": "TaskClient task_catalog task_catalogs",
     "engine": "Engine EngineSettings",
     "episode": "Episode EpisodeSetup run_episode",
     "errors": (
@@ -374,7 +395,8 @@ _HOMES = {
         "KilnError LimitError LocalProtocolError MalformedJson MissingExtra "
         "OutputExists OutputUnwritable PolicyDrift PolicyError ProtocolError "
         "RemoteProtocolError ReplayDrift ServerRefusal ServerUnreachable "
-        "SessionLost SessionRefused TrainingError TransportError UsageError"
+        "SessionLost SessionRefused TaskApiUnsupported TrainingError "
+        "TransportError UsageError"
     ),
     "evaluation": (
         "EnvironmentEvalConfig EnvironmentEvalDecision EnvironmentEvalEvidence "
@@ -401,6 +423,7 @@ _HOMES = {
     "schemas": "check_document published",
     "scripted": "ScriptedPolicy",
     "selection": "TrainingSelector",
+    "tasks": "TaskCatalog TaskCatalogReport TaskSelection task_selection",
     "trace": "RolloutTrace",
     "verify": "BundleBytes VerifiedBundle verify_bundle",
 }

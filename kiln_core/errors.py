@@ -21,6 +21,7 @@
         SessionRefused           the environment ended a session before an episode
         EpisodeUnfit             it cannot be used for groups (done at reset, ...)
         InvalidActionSchema      its action schema cannot be compiled safely
+        TaskApiUnsupported       it has no task provider, or is older than that
       TransportError             the edge: refused, timeout, redirect, size
         HttpStatusError          an HTTP answer that is not the expected one
         CredentialReflected      a peer sent the configured bearer token back
@@ -84,6 +85,7 @@ __all__ = [
     "ServerUnreachable",
     "SessionLost",
     "SessionRefused",
+    "TaskApiUnsupported",
     "TrainingError",
     "TransportError",
     "UsageError",
@@ -253,6 +255,13 @@ class InvalidActionSchema(EnvironmentFault):
     """The advertised action schema cannot be compiled, or not safely."""
 
     code = "environment_action_schema_invalid"
+
+
+class TaskApiUnsupported(EnvironmentFault):
+    """An environment has no task provider; it can be collected from all the same."""
+
+    code = "environment_task_api_unsupported"
+    default_hint = "nothing is wrong: rollouts and training need no Task API"
 
 
 class TransportError(KilnError):

@@ -47,6 +47,18 @@ MAX_DISCOVERY_BYTES = 2 * MIB
 MAX_CONTROL_PLANE_BYTES = 16 * MIB
 """Bound of one JSON answer of the Kiln server."""
 MAX_ENVIRONMENT_NAMES = 1_024
+MAX_TASK_SPLITS = 1_024
+"""Bound of the splits that a task provider lists."""
+MAX_TASK_NAME_BYTES = 256
+"""Bound of the name of an environment or a split in a Task route."""
+MAX_TASK_COLLECTION = 16_384
+"""Bound of the rows in one raw answer of a task provider."""
+MAX_TASK_PAGE = 200
+"""Bound of the rows of a page that a command shows."""
+TASK_PAGE = 50
+"""Rows of a page, by default."""
+MAX_TASK_COUNT = 2**63 - 1
+"""Bound of the number of rows a provider may claim, and of where a page starts."""
 MAX_JSON_DEPTH = 128
 """Nesting of one document from outside: a frame, a reply, a discovery document."""
 MAX_ARTIFACT_DEPTH = MAX_JSON_DEPTH + 32

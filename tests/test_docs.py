@@ -32,6 +32,7 @@ from kiln_core import (
     receipt,
     records,
     session,
+    tasks,
     trace,
 )
 from kiln_core.canonical import compact, read_json
@@ -77,6 +78,11 @@ RECORDS = {
         receipt.ReplayRunReport,
         replay.ReplayOutcome,
         replay.CandidateDrift,
+    ),
+    "protocol.md": (
+        tasks.TaskCatalogReport,
+        tasks.EnvironmentTasks,
+        tasks.TaskCatalog,
     ),
     "training.md": (
         contract.PreflightRequest,

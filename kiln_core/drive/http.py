@@ -8,10 +8,10 @@ only the identity encoding is accepted, so that a bound means bytes.
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Final
+from types import MappingProxyType, SimpleNamespace
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -79,6 +79,26 @@ class Credential:
         """Say whether bytes hold the token, plain or as a canonical JSON string."""
         written = canonical_bytes(self._token)[1:-1]
         return self._token.encode() in data or written in data
+
+
+class Answer(NamedTuple):
+    """An HTTP answer that its caller judges.
+
+    Attributes:
+        url: What was asked.
+        status: Any but a redirect.
+        document: Strict JSON of a 2xx, which must be, and of a 404, which may be;
+            None otherwise.
+    """
+
+    url: str
+    status: int
+    document: JsonValue | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 2xx."""
+        return 200 <= self.status < 300
 
 
 class EnvironmentClient:
@@ -157,16 +177,66 @@ class EnvironmentClient:
                 http_status=404,
             ) from error
         try:
-            document = read_json(body, f"{self.base_url}{route}")
+            return self._read(body, self.base_url + route)
         except MalformedJson as error:
             raise RemoteProtocolError(
                 f"{error.message}; this is no OpenEnv server",
                 hint="check the URL: it must be the base URL of an OpenEnv server",
                 environment=self.base_url,
             ) from error
+
+    async def ask(self, route: str, question: JsonValue | None = None) -> Answer:
+        """Ask a route that may decline: by POST where there is a question, else GET.
+
+        Args:
+            route: Path below the base URL, percent-encoded.
+            question: JSON to post.
+
+        Raises:
+            TransportError: It cannot be reached, redirects, or the answer is unusable.
+            RemoteProtocolError: A 2xx is not strict JSON.
+        """
+        url = self.base_url + route
+        status, body = await self._exchange(url, question)
+        document = None if body is None else self._judged(body, url, status)
+        return Answer(url, status, document)
+
+    async def _exchange(
+        self, url: str, question: JsonValue | None
+    ) -> tuple[int, bytes | None]:
+        method, data, headers = "GET", None, {}
+        if question is not None:
+            method, data = "POST", canonical_bytes(question)
+            headers = {"Content-Type": "application/json"}
+        try:
+            async with self.http.request(
+                method, url, data=data, headers=headers, allow_redirects=False
+            ) as response:
+                status = response.status
+                if 300 <= status < 400:
+                    raise status_error(url, status)
+                told = 200 <= status < 300 or status == 404
+                return status, await self._body(response, url) if told else None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise unreachable(url, error) from error
+
+    def _judged(self, body: bytes, url: str, status: int) -> JsonValue | None:
+        try:
+            return self._read(body, url)
+        except MalformedJson as error:
+            if status == 404:
+                return None
+            raise RemoteProtocolError(
+                error.message,
+                hint="look at the log of the server",
+                environment=url,
+            ) from error
+
+    def _read(self, body: bytes, url: str) -> JsonValue:
+        document = read_json(body, url)
         # Escapes such as \/ hide a token from the search of the raw bytes.
         if self.credential is not None:
-            self._check_reflection(canonical_bytes(document), self.base_url + route)
+            self._check_reflection(canonical_bytes(document), url)
         return document
 
     async def _fetch(self, route: str) -> bytes:
@@ -265,9 +335,19 @@ async def bounded_body(
     return bytes(body)
 
 
-def status_error(url: str, status: int) -> HttpStatusError:
-    """Return the error of an unexpected HTTP status, with the hint that fits."""
-    if 300 <= status < 400:
+def status_error(
+    url: str, status: int, hints: Mapping[int, str] = MappingProxyType({})
+) -> HttpStatusError:
+    """Return the error of an unexpected HTTP status, with the hint that fits.
+
+    Args:
+        url: What was asked.
+        status: What it answered.
+        hints: Of statuses that mean something particular there.
+    """
+    if status in hints:
+        hint = hints[status]
+    elif 300 <= status < 400:
         hint = "redirects are not followed: pass the canonical base URL"
     elif status in {401, 403}:
         hint = "check the credential and that its origin matches the URL"

@@ -32,6 +32,7 @@ class Real(NamedTuple):
     bandit: str
     signals: str
     small: str
+    provider: str
     stopped: RealServer
     killed: RealServer
 
@@ -39,6 +40,7 @@ class Real(NamedTuple):
 @pytest.fixture(scope="session")
 def processes() -> Iterator[list[RealServer]]:
     plain = ("counter:64:0", "bandit:64:0", "signals:64:0", "counter:1:0")
+    plain = (*plain, "tests.drive.provider:64:0")
     with real_servers(plain, ("counter:64:0",), ("counter:64:0",)) as servers:
         yield servers
 

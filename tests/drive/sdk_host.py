@@ -1,6 +1,7 @@
-"""Serve several example environments in one process, since importing the SDK is slow.
+"""Serve several environments in one process, since importing the SDK is slow.
 
-Arguments are ``name:sessions:port``; prints the URLs in their order on one line.
+Arguments are ``name:sessions:port``, the name being an example or, with a dot, a
+module; prints the URLs in their order on one line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ async def main(wanted: list[str]) -> None:
     servers, listeners = [], []
     for word in wanted:
         name, sessions, port = word.split(":")
-        environment = import_module(f"examples.environments.{name}")
+        module = name if "." in name else f"examples.environments.{name}"
+        environment = import_module(module)
         config = uvicorn.Config(
             environment.create_app(int(sessions)),
             log_level="critical",

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class RealServer:
-    """One process that serves example environments.
+    """One process that serves environments.
 
     Args:
         wanted: As ``name:sessions:port``.

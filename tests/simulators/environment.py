@@ -410,6 +410,10 @@ class Request:
 
     path: str
     headers: dict[str, str]
+    method: str = "GET"
+    raw_path: str = ""
+    """As it was on the wire, percent-encoding included."""
+    body: bytes = b""
 
 
 class Simulator:
@@ -425,6 +429,7 @@ class Simulator:
 
     Attributes:
         documents: What each route answers; a route without one is 404.
+        provider: Answers what no document does, the Task routes for example.
         requests: Every HTTP request so far.
         peers: Every session that was let in.
         turned_away: How many upgrades found it full.
@@ -445,6 +450,7 @@ class Simulator:
         self.full = full
         self.base_path = base_path
         self.documents = default_documents()
+        self.provider: Callable[[Request], Document | None] = lambda request: None
         self.requests: list[Request] = []
         self.peers: list[Peer] = []
         self.turned_away = 0
@@ -519,12 +525,19 @@ class Simulator:
         return True
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        self.requests.append(Request(request.path, dict(request.headers)))
+        asked = Request(
+            request.path,
+            dict(request.headers),
+            request.method,
+            request.raw_path,
+            await request.read(),
+        )
+        self.requests.append(asked)
         route = request.path.removeprefix(self.base_path)
         upgrade = request.headers.get("Upgrade", "").lower() == "websocket"
         if not request.path.startswith(self.base_path):
             return web.Response(status=403 if upgrade else 404)
-        answer = self.documents.get(route)
+        answer = self.documents.get(route) or self.provider(asked)
         if upgrade and (route != "/ws" or answer is not None):
             return self._response(answer) if answer else web.Response(status=403)
         if upgrade:
