@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
 from typing import Any
 
 import click
 
 from kiln_cli.options import (
+    environment_clients,
     environment_options,
-    environment_urls,
     json_option,
-    tokens_of,
 )
 from kiln_cli.render import document, facts
 from kiln_core.canonical import canonical_bytes
@@ -50,17 +48,9 @@ def inspect(*, as_json: bool, **flags: Any) -> None:
 
 
 async def _inspect(flags: dict[str, Any]) -> list[EnvironmentInspection]:
-    from kiln_core.drive.http import Credential, environment_client, inspect_all
+    from kiln_core.drive.http import inspect_all
 
-    urls = environment_urls(flags)
-    tokens = tokens_of(flags["credential_envs"], len(urls))
-    async with AsyncExitStack() as stack:
-        clients = [
-            await stack.enter_async_context(
-                environment_client(url, Credential(token) if token else None)
-            )
-            for url, token in zip(urls, tokens, strict=True)
-        ]
+    async with environment_clients(flags) as clients:
         return await inspect_all(clients)
 
 

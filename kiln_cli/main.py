@@ -197,6 +197,10 @@ def kiln() -> None:
             "kiln_cli.rollout:rollout",
             "Collect groups of rollouts and publish them as a bundle.",
         ),
+        "tasks": (
+            "kiln_cli.tasks:tasks",
+            "List splits of dataset-backed environments, and a page of one.",
+        ),
         "train": (
             "kiln_cli.train:train",
             "Collect a bundle and train an adapter on those bytes.",

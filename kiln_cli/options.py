@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,6 +17,9 @@ from kiln_core.canonical import JsonValue, read_json
 from kiln_core.discovery import environment_url
 from kiln_core.errors import ArtifactError, UsageError
 from kiln_core.plan import CollectionControls, controls_from, reset_templates
+
+if TYPE_CHECKING:
+    from kiln_core.drive.http import EnvironmentClient
 
 __all__ = [
     "ON_OFF",
@@ -248,6 +252,28 @@ def environment_urls(flags: dict[str, Any]) -> list[str]:
     if len(urls) > limits.MAX_ENVIRONMENTS:
         raise UsageError(f"at most {limits.MAX_ENVIRONMENTS} environments")
     return urls
+
+
+@asynccontextmanager
+async def environment_clients(
+    flags: dict[str, Any],
+) -> AsyncIterator[list[EnvironmentClient]]:
+    """Open a client for each environment, in their order.
+
+    Raises:
+        UsageError: A URL or a credential is unusable.
+    """
+    from kiln_core.drive.http import Credential, environment_client
+
+    urls = environment_urls(flags)
+    tokens = tokens_of(flags["credential_envs"], len(urls))
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                environment_client(url, Credential(token) if token else None)
+            )
+            for url, token in zip(urls, tokens, strict=True)
+        ]
 
 
 def tokens_of(names: tuple[str, ...], environments: int) -> list[str | None]:
