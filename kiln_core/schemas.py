@@ -30,6 +30,7 @@ from kiln_core import (
     receipt,
     records,
     run,
+    tasks,
     trace,
     training,
 )
@@ -65,6 +66,9 @@ NAMES: Final[dict[type, str]] = {
     contract.PreflightReceipt: "OpenEnvTrainingPreflightReceipt",
     contract.PreflightCapacity: "OpenEnvTrainingPreflightCapacity",
     discovery.InspectionReport: "OpenEnvInspection",
+    tasks.TaskCatalog: "OpenEnvTaskCatalog",
+    tasks.EnvironmentTasks: "OpenEnvEnvironmentTasks",
+    tasks.TaskCatalogReport: "OpenEnvTaskCatalogReport",
 }
 """Definitions that are published under another name than their class."""
 
@@ -150,6 +154,9 @@ CONTRACTS: Final = (
             training.TrainingDataProvenance,
             training.TrainingResponse,
             discovery.InspectionReport,
+            tasks.TaskCatalog,
+            tasks.EnvironmentTasks,
+            tasks.TaskCatalogReport,
             failure.FailureCode,
             failure.FailureStage,
             failure.OpenEnvRunFailure,

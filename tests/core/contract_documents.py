@@ -436,6 +436,7 @@ def control_plane_documents() -> dict[str, dict[str, Any]]:
                 "environments": golden()["summary"]["environments"],
             }
         },
+        **task_documents(),
         **run_documents(contract, response, source),
         "BundleContradiction": {"plain": contradiction()},
         "VerificationOutcome": {
@@ -468,6 +469,37 @@ def contradiction() -> dict[str, Any]:
         "message": "its size is not the one in the summary",
         "expected": 1,
         "found": 2,
+    }
+
+
+def task_documents() -> dict[str, dict[str, Any]]:
+    """Return catalogs of task providers."""
+    page = {
+        "environment_name": "counter",
+        "task_api": "available",
+        "splits": [{"level": 3, "name": "train", "type": "curriculum"}],
+        "selected_split": "train",
+        "num_tasks": 120,
+        "start": 118,
+        "stop": 120,
+        "tasks": [{"id": 118}, None],
+    }
+    absent = {
+        "environment_name": "counter",
+        "task_api": "unsupported",
+        "splits": [],
+        "tasks": [],
+    }
+    environment = {"base_url": "http://127.0.0.1:8000", "catalog": page}
+    return {
+        "OpenEnvTaskCatalog": {"page": page, "unsupported": absent},
+        "OpenEnvEnvironmentTasks": {"plain": environment},
+        "OpenEnvTaskCatalogReport": {
+            "plain": {
+                "schema": "kiln.openenv-task-catalog.v1",
+                "catalogs": [environment],
+            }
+        },
     }
 
 
