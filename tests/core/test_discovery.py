@@ -301,3 +301,9 @@ def test_session_url_keeps_host_path_and_security() -> None:
 def test_host_no_resolver_takes_is_refused(url):
     with pytest.raises(UsageError):
         environment_url(url)
+
+
+def test_long_url_is_refused() -> None:
+    with pytest.raises(UsageError, match="over 2048 bytes"):
+        environment_url("http://h/" + "a" * 2048)
+    assert environment_url("http://h/" + "a" * 2000)
