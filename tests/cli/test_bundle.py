@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,20 @@ def test_verdict_lists_the_checks(cli: Cli, bundle: Path) -> None:
     assert sum(line.startswith("ok  ") for line in lines) >= 9
     assert lines[-1].startswith("The bundle verifies. Nothing was contacted")
     assert done.err == ""
+
+
+def test_verification_opens_no_socket_and_needs_no_credential(
+    cli: Cli, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("verification opened a socket")
+
+    for name in ("socket", "create_connection", "getaddrinfo"):
+        monkeypatch.setattr(socket, name, forbidden)
+    for name in list(os.environ):
+        if "TOKEN" in name or "CREDENTIAL" in name:
+            monkeypatch.delenv(name)
+    assert "Nothing was contacted" in cli(*VERIFY).out
 
 
 def test_outcome_is_kept_on_success(cli: Cli, bundle: Path, tmp_path: Path) -> None:
