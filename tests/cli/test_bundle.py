@@ -13,6 +13,7 @@ import pytest
 
 from kiln_cli.main import run
 from kiln_core.canonical import pretty
+from kiln_core.schemas import check_document
 from tests.cli.conftest import OUTPUTS, Cli, files_in
 from tests.server.running import Running, running
 from tests.simulators.environment import (
@@ -87,6 +88,24 @@ def test_verification_opens_no_socket_and_needs_no_credential(
         if "TOKEN" in name or "CREDENTIAL" in name:
             monkeypatch.delenv(name)
     assert "Nothing was contacted" in cli(*VERIFY).out
+
+
+def test_everything_written_matches_its_contract(
+    cli: Cli, bundle: Path, environment: Simulator, tmp_path: Path
+) -> None:
+    check_document(cli(*VERIFY, "--json").json, "VerificationReport")
+    check_document(cli(*REPLAY, "--json").json, "ReplayRunReport")
+    cli(*VERIFY, "--report", "outcome.json")
+    inspected = cli("openenv", "inspect", "--environment", environment.url, "--json")
+    check_document(inspected.json, "OpenEnvInspection")
+    for name, definition in (
+        ("outcome.json", "VerificationOutcome"),
+        (OUTPUTS[1], "OpenEnvReplayManifest"),
+        (OUTPUTS[2], "OpenEnvRolloutSummary"),
+    ):
+        check_document(json.loads((tmp_path / name).read_bytes()), definition)
+    for line in (tmp_path / OUTPUTS[0]).read_bytes().splitlines():
+        check_document(json.loads(line), "AgenticGroup")
 
 
 def test_outcome_is_kept_on_success(cli: Cli, bundle: Path, tmp_path: Path) -> None:
