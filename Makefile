@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 SOURCES := kiln_core kiln_cli kiln_server kiln_train_jax
 WORKERS ?= 2
+EDGE := tests/core tests/drive tests/interop
+COVER := --cov=kiln_core --cov-branch --cov-report=term:skip-covered --cov-fail-under=98
 
 .PHONY: setup demo test test-long check format lint types layers contracts bench clean lock
 
@@ -16,7 +18,8 @@ demo: setup
 	$(BIN)/python examples/demo.py
 
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(EDGE) $(COVER)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(EDGE:%=--ignore=%)
 
 test-long: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"

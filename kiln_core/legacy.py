@@ -45,8 +45,9 @@ class LegacyRolloutSummary(OpenEnvRolloutSummary, frozen=True, kw_only=True):
         "kiln.openenv-rollout-summary.v3",
         "kiln.openenv-rollout-summary.v4",
     ]
-    behavior_policy: BehaviorPolicyIdentity | UnsetType = UNSET  # type: ignore[assignment]  # nobody recorded it
-    reset_plan_sha256: Sha256 | UnsetType = UNSET  # type: ignore[assignment]  # from version 3 on
+    # wider than in version 5, where both are required
+    behavior_policy: BehaviorPolicyIdentity | UnsetType = UNSET  # type: ignore[assignment]
+    reset_plan_sha256: Sha256 | UnsetType = UNSET  # type: ignore[assignment]
     reset_options_sha256: Sha256 | UnsetType = UNSET
     """Version 2: digest of the one seed-free reset object of all environments."""
 

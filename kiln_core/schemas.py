@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import typing
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Any, Final, Literal
 
 import msgspec
@@ -318,8 +319,8 @@ def _exported() -> dict[str, dict[str, Any]]:
     for cls in classes:
         schema = _rewritten(components[cls.__name__], literals)
         schema.pop("title")
-        if "enum" in schema:  # members in declared order
-            schema["enum"] = [member.value for member in cls]  # type: ignore[attr-defined]  # an enumeration
+        if issubclass(cls, Enum):  # members in declared order
+            schema["enum"] = [member.value for member in cls]
         name = NAMES.get(cls, cls.__name__)
         for member, rule in FIELD_RULES.get(name, {}).items():
             schema["properties"][member] = rule
