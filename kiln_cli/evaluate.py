@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+import shlex
+import uuid
+from collections.abc import Sequence
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
+from msgspec import UnsetType
 
 from kiln_cli.options import (
     collection_options,
@@ -17,26 +22,35 @@ from kiln_cli.options import (
     server_options,
     trace_option,
 )
-from kiln_cli.render import document, facts, note, progress
+from kiln_cli.render import document, facts, note, progress, say
 from kiln_cli.rollout import (
     collect_bundle,
     collection_request,
     server_credential,
 )
 from kiln_core.bundle import BundlePaths
-from kiln_core.canonical import convert_record, read_record
+from kiln_core.canonical import convert_record, digest, pretty, read_record
 from kiln_core.errors import InvalidRecord, OutputUnwritable, UsageError
 from kiln_core.evaluation import (
     EnvironmentEvalConfig,
     EnvironmentEvalDecision,
-    EnvironmentEvalEvidence,
     EnvironmentEvalGate,
     check_paired,
     evaluate_pairs,
     least_passing_wins,
+    paired_differences,
 )
+from kiln_core.evidence import (
+    EnvironmentEvaluationReceipt,
+    EvaluatedSide,
+    PolicyIdentity,
+    outcome_of,
+    seal_evaluation,
+)
+from kiln_core.intervals import improvement_interval, win_rate_interval
 from kiln_core.manifest import OpenEnvReplayManifest
 from kiln_core.plan import seed_intervals_overlap
+from kiln_core.receipt import RolloutRecord
 from kiln_core.verify import read_summary
 
 if TYPE_CHECKING:
@@ -44,8 +58,9 @@ if TYPE_CHECKING:
     from kiln_core.drive.collect import CollectionRequest
     from kiln_core.ports import Observer
 
-__all__ = ["evaluate"]
+__all__ = ["RECEIPT_NAME", "evaluate", "show_evaluation", "side_paths"]
 
+RECEIPT_NAME = "receipt.json"
 HELD_OUT_SEED = 1_000_000
 """First held-out seed where nothing says what was trained on."""
 FAILED = 1
@@ -81,46 +96,44 @@ Examples:
     type=click.Path(path_type=Path, file_okay=False),
     default="environment-evaluation",
     show_default=True,
-    help="Directory of both bundles.",
+    help="Directory of both bundles and the receipt.",
 )
 @click.option("--force", is_flag=True, help="Replace existing files.")
 @json_option
 def evaluate(*, as_json: bool, **flags: Any) -> None:
     """Compare two policies on the same held-out seeds by an exact sign test.
 
-    Both sides play identical resets, seeds and generation seeds; both bundles are
-    kept and verify on their own. Exit 0 when the candidate passed the gate or none
-    was set, 1 when it was rejected or the evidence is inconclusive.
+    Both sides play identical resets, seeds and generation seeds. Both bundles are kept,
+    and a receipt that binds them (kiln openenv verify --receipt). Exit 0 when the
+    candidate passed the gate or none was set, 1 when it was rejected or the evidence is
+    inconclusive.
     """
     import anyio
 
+    from kiln_core.drive.files import publish_file
+
     config = _config(flags)
     flags["seed_start"] = _seed_start(flags, config.groups)
+    config = msgspec.structs.replace(config, seed_start=flags["seed_start"])
+    receipt_path = recordable(flags["output"]) / RECEIPT_NAME
     requests = [
         collection_request(flags, side_paths(flags["output"], side), flags[side])
         for side in ("baseline", "candidate")
     ]
-    _prepare(requests, force=flags["force"])
+    _prepare(requests, receipt_path, force=flags["force"])
     if not as_json:
         _announce(config)
     with progress(as_json=as_json) as observer:
-        bundles = anyio.run(_both, flags, requests, observer)
-    evidence = evaluate_pairs(
-        bundles[0].summary.rollouts, bundles[1].summary.rollouts, config
-    )
+        bundles = anyio.run(_both, flags, requests, receipt_path, observer)
+    receipt = _receipt(config, bundles)
+    publish_file(receipt_path, pretty(receipt), force=flags["force"])
     if as_json:
-        document(
-            {
-                "config": config,
-                "seed_start": flags["seed_start"],
-                "baseline_summary": str(requests[0].paths.summary),
-                "candidate_summary": str(requests[1].paths.summary),
-                "evidence": evidence,
-            }
-        )
+        document(receipt)
     else:
-        _show(evidence, requests)
-    _exit(evidence.decision)
+        show_evaluation(receipt, *(bundle.summary.rollouts for bundle in bundles))
+        facts([("receipt", receipt_path)])
+        say(f"Check it: kiln openenv verify --receipt {shlex.quote(str(receipt_path))}")
+    _exit(receipt.evidence.decision)
 
 
 def _exit(decision: EnvironmentEvalDecision) -> None:
@@ -193,14 +206,18 @@ def _seed_start(flags: dict[str, Any], groups: int) -> int:
     return start
 
 
-def _prepare(requests: list[CollectionRequest], *, force: bool) -> None:
-    """Check that both bundles can be published; nothing is made yet.
+def _prepare(
+    requests: list[CollectionRequest], receipt: PurePath, *, force: bool
+) -> None:
+    """Check that bundles and receipt can be published; nothing is made yet.
 
     Raises:
         OutputUnwritable: A directory cannot be made, or written.
     """
-    from kiln_core.drive.files import check_outputs
+    from kiln_core.drive.files import check_outputs, check_target
 
+    if Path(receipt).parent.is_dir():
+        check_target(Path(receipt), force=force)
     for request in requests:
         folder = Path(request.paths.summary).parent
         if folder.is_dir():
@@ -220,13 +237,17 @@ def _announce(config: EnvironmentEvalConfig) -> None:
 
 
 async def _both(
-    flags: dict[str, Any], requests: list[CollectionRequest], observer: Observer
+    flags: dict[str, Any],
+    requests: list[CollectionRequest],
+    receipt: PurePath,
+    observer: Observer,
 ) -> list[Bundle]:
     """Collect both sides, baseline first, and publish them once they are paired.
 
-    Publishing later leaves no pair of which one half is of an earlier run.
+    Publishing later leaves no pair of which one half is of an earlier run; an earlier
+    receipt goes before the bundles that it binds.
     """
-    from kiln_core.drive.files import make_directory, publish_bundle
+    from kiln_core.drive.files import make_directory, publish_bundle, withdraw
 
     await _require_policies(flags["url"], requests)
     bundles: list[Bundle] = []
@@ -234,6 +255,8 @@ async def _both(
         observer.phase(f"adapter {request.adapter or 'base'}")
         bundles.append(await collect_bundle(flags["url"], request, observer))
     check_paired(_manifest(bundles[0]), _manifest(bundles[1]))
+    if flags["force"]:
+        withdraw(Path(receipt))
     for request, bundle in zip(requests, bundles, strict=True):
         make_directory(Path(request.paths.summary).parent)
         publish_bundle(bundle, request.paths, force=flags["force"])
@@ -253,20 +276,60 @@ def _manifest(bundle: Bundle) -> OpenEnvReplayManifest:
     return read_record(bundle.replay, OpenEnvReplayManifest, "replay manifest")
 
 
-def _show(evidence: EnvironmentEvalEvidence, requests: list[CollectionRequest]) -> None:
+def _receipt(
+    config: EnvironmentEvalConfig, bundles: list[Bundle]
+) -> EnvironmentEvaluationReceipt:
+    """Seal an evaluation that no server run owns, so under a fresh run id."""
+    evidence = evaluate_pairs(
+        bundles[0].summary.rollouts, bundles[1].summary.rollouts, config
+    )
+    baseline, candidate = (
+        EvaluatedSide(
+            policy=bundle.summary.behavior_policy,
+            summary_sha256=digest(bundle.summary_bytes),
+        )
+        for bundle in bundles
+    )
+    outcome = outcome_of(evidence.decision, served=False)
+    run_id = str(uuid.uuid4())
+    return seal_evaluation(run_id, config, (baseline, candidate), evidence, outcome)
+
+
+def show_evaluation(
+    receipt: EnvironmentEvaluationReceipt,
+    baseline: Sequence[RolloutRecord],
+    candidate: Sequence[RolloutRecord],
+) -> None:
+    """Show the evidence of a receipt, with how sure it is."""
+    evidence = receipt.evidence
+    low, high = win_rate_interval(evidence.improved_groups, evidence.regressed_groups)
+    differences = paired_differences(baseline, candidate)
+    least, most = improvement_interval(differences, receipt.candidate_summary_sha256)
     facts(
         [
+            ("baseline", _policy(receipt.baseline)),
+            ("candidate", _policy(receipt.candidate)),
             ("baseline mean return", f"{evidence.baseline_mean_return:.4f}"),
             ("candidate mean return", f"{evidence.candidate_mean_return:.4f}"),
-            ("improvement", f"{evidence.mean_return_improvement:+.4f}"),
+            (
+                "improvement",
+                f"{evidence.mean_return_improvement:+.4f} "
+                f"(95 % by seed: {least:+.4f} to {most:+.4f})",
+            ),
             (
                 "paired seeds",
                 f"{evidence.improved_groups} better, "
                 f"{evidence.regressed_groups} worse, {evidence.tied_groups} tied",
             ),
+            ("win rate", f"95 % exact: {low:.3f} to {high:.3f} of untied seeds"),
             ("exact sign test", f"p = {evidence.exact_sign_test_p_value:.6g}"),
             ("decision", f"{evidence.decision.value}: {evidence.reason}"),
-            ("baseline", requests[0].paths.summary),
-            ("candidate", requests[1].paths.summary),
+            ("outcome", f"{receipt.outcome.value}: {receipt.verdict}"),
         ]
     )
+
+
+def _policy(policy: PolicyIdentity) -> str:
+    if isinstance(policy.adapter, UnsetType):
+        return "base"
+    return f"{policy.adapter} {policy.adapter_content_revision}"

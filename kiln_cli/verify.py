@@ -10,6 +10,7 @@ import click
 from kiln_cli.options import bundle_options, json_option
 from kiln_cli.render import document, facts, say
 from kiln_core.canonical import pretty
+from kiln_core.errors import UsageError
 from kiln_core.legacy import LEGACY_SCHEMAS
 from kiln_core.receipt import (
     OUTCOME_SCHEMA,
@@ -21,8 +22,9 @@ from kiln_core.receipt import (
 
 if TYPE_CHECKING:
     from kiln_core.errors import InvalidBundle
+    from kiln_core.verify import VerifiedBundle
 
-__all__ = ["verify"]
+__all__ = ["bundle_report", "verify"]
 
 
 @click.command(
@@ -31,9 +33,15 @@ Examples:
   kiln openenv verify
   kiln openenv verify --summary run/openenv.rollout-summary.json --json
   kiln openenv verify --dataset moved.jsonl --replay moved.json --report outcome.json
+  kiln openenv verify --receipt environment-evaluation/receipt.json
 """
 )
 @bundle_options
+@click.option(
+    "--receipt",
+    type=click.Path(path_type=Path),
+    help="Verify this evaluation receipt and both of its bundles instead.",
+)
 @click.option(
     "--report",
     type=click.Path(path_type=Path),
@@ -42,7 +50,7 @@ Examples:
 @click.option("--force", is_flag=True, help="Replace an existing report.")
 @json_option
 def verify(*, as_json: bool, **flags: Any) -> None:
-    """Verify a bundle offline; exit 1 when it does not hold.
+    """Verify a bundle, or an evaluation, offline; exit 1 when it does not hold.
 
     Digests, canonical bytes, returns, transcripts, seeds and totals are recomputed.
     Nothing is contacted, and nothing is claimed about the environment as it is now.
@@ -50,6 +58,12 @@ def verify(*, as_json: bool, **flags: Any) -> None:
     from kiln_core.drive.files import check_target, publish_file
     from kiln_core.verify import CHECKS
 
+    if flags["receipt"] is not None:
+        from kiln_cli.verify_receipt import verify_receipt
+
+        _refuse_bundle_flags(flags)
+        verify_receipt(flags["receipt"], as_json=as_json)
+        return
     if flags["report"] is not None:
         check_target(flags["report"], force=flags["force"])
     outcome = _verified(flags)
@@ -79,6 +93,20 @@ def verify(*, as_json: bool, **flags: Any) -> None:
     )
 
 
+def _refuse_bundle_flags(flags: dict[str, Any]) -> None:
+    """Refuse what makes no sense beside ``--receipt``.
+
+    Raises:
+        UsageError: A flag of a single bundle is given.
+    """
+    for name in ("dataset", "replay", "report"):
+        if flags[name] is not None:
+            raise UsageError(
+                f"--{name} belongs to a bundle, not to a receipt",
+                hint="the bundles of a receipt lie below its directory",
+            )
+
+
 def _verified(flags: dict[str, Any]) -> VerificationOutcome:
     """Verify the files that were named.
 
@@ -99,24 +127,37 @@ def _verified(flags: dict[str, Any]) -> VerificationOutcome:
             outcome = pretty(_contradicted(error))
             publish_file(flags["report"], outcome, force=flags["force"])
         raise
-    summary = verified.summary
     return VerificationOutcome(
         schema=OUTCOME_SCHEMA,
-        report=VerificationReport(
-            schema=VERIFICATION_SCHEMA,
-            summary_path=str(flags["summary"]),
-            dataset_path=str(dataset),
-            replay_path=str(replay),
-            dataset_sha256=summary.dataset_sha256,
-            replay_sha256=summary.replay_sha256,
-            groups=summary.groups,
-            rollouts=summary.rollout_count,
-            environment_exchanges=verified.environment_exchanges,
-        ),
+        report=bundle_report(verified, (flags["summary"], dataset, replay)),
         contradiction=None,
-        summary_schema=summary.schema,
+        summary_schema=verified.summary.schema,
         traced_rollouts=verified.traced_rollouts,
         retried_rollouts=verified.retried_rollouts,
+    )
+
+
+def bundle_report(
+    verified: VerifiedBundle, paths: tuple[Path, Path, Path]
+) -> VerificationReport:
+    """Return the report of a bundle that verifies.
+
+    Args:
+        verified: The bundle.
+        paths: Where summary, dataset and replay manifest were found.
+    """
+    summary_path, dataset, replay = paths
+    summary = verified.summary
+    return VerificationReport(
+        schema=VERIFICATION_SCHEMA,
+        summary_path=str(summary_path),
+        dataset_path=str(dataset),
+        replay_path=str(replay),
+        dataset_sha256=summary.dataset_sha256,
+        replay_sha256=summary.replay_sha256,
+        groups=summary.groups,
+        rollouts=summary.rollout_count,
+        environment_exchanges=verified.environment_exchanges,
     )
 
 

@@ -129,13 +129,21 @@ if TYPE_CHECKING:
         EnvironmentEvalDecision,
         EnvironmentEvalEvidence,
         EnvironmentEvalGate,
-        EnvironmentEvalOutcome,
-        EnvironmentEvaluationReceipt,
-        PolicyIdentity,
         check_paired,
         evaluate_pairs,
         least_passing_wins,
+        paired_differences,
         sign_test_p_value,
+    )
+    from kiln_core.evidence import (
+        EnvironmentEvalOutcome,
+        EnvironmentEvaluationReceipt,
+        EvaluatedSide,
+        EvaluationVerification,
+        PolicyIdentity,
+        evaluated_policy,
+        outcome_of,
+        seal_evaluation,
     )
     from kiln_core.grpo import (
         AdamW,
@@ -144,6 +152,10 @@ if TYPE_CHECKING:
         LossConfig,
         Muon,
         Sgd,
+    )
+    from kiln_core.intervals import (
+        improvement_interval,
+        win_rate_interval,
     )
     from kiln_core.lineage import (
         CorpusLineage,
@@ -218,6 +230,11 @@ if TYPE_CHECKING:
         VerifiedBundle,
         verify_bundle,
     )
+    from kiln_core.verify_receipt import (
+        EvaluationBytes,
+        VerifiedEvaluation,
+        verify_evaluation,
+    )
 
 __all__ = [
     "ActionSchema",
@@ -260,6 +277,9 @@ __all__ = [
     "EpisodeSetup",
     "EpisodeTermination",
     "EpisodeUnfit",
+    "EvaluatedSide",
+    "EvaluationBytes",
+    "EvaluationVerification",
     "FileUnreadable",
     "GrpoConfig",
     "HttpPolicy",
@@ -332,6 +352,7 @@ __all__ = [
     "VerificationOutcome",
     "VerificationReport",
     "VerifiedBundle",
+    "VerifiedEvaluation",
     "check_document",
     "check_paired",
     "check_preflight",
@@ -342,11 +363,15 @@ __all__ = [
     "environment_client",
     "environment_url",
     "evaluate_pairs",
+    "evaluated_policy",
     "find_drift",
     "generation_seed",
     "http_policy",
+    "improvement_interval",
     "least_passing_wins",
     "materialize_config",
+    "outcome_of",
+    "paired_differences",
     "parse_reply",
     "pretty",
     "publish_bundle",
@@ -358,12 +383,15 @@ __all__ = [
     "reset_templates",
     "run_episode",
     "same_json",
+    "seal_evaluation",
     "select_training",
     "sign_test_p_value",
     "task_catalog",
     "task_catalogs",
     "task_selection",
     "verify_bundle",
+    "verify_evaluation",
+    "win_rate_interval",
 ]
 
 _HOMES = {
@@ -400,11 +428,16 @@ _HOMES = {
     ),
     "evaluation": (
         "EnvironmentEvalConfig EnvironmentEvalDecision EnvironmentEvalEvidence "
-        "EnvironmentEvalGate EnvironmentEvalOutcome "
-        "EnvironmentEvaluationReceipt PolicyIdentity check_paired "
-        "evaluate_pairs least_passing_wins sign_test_p_value"
+        "EnvironmentEvalGate check_paired evaluate_pairs least_passing_wins "
+        "paired_differences sign_test_p_value"
+    ),
+    "evidence": (
+        "EnvironmentEvalOutcome EnvironmentEvaluationReceipt EvaluatedSide "
+        "EvaluationVerification PolicyIdentity evaluated_policy outcome_of "
+        "seal_evaluation"
     ),
     "grpo": "AdamW EchoLoss GrpoConfig LossConfig Muon Sgd",
+    "intervals": "improvement_interval win_rate_interval",
     "lineage": "CorpusLineage OpenEnvTrainingData",
     "manifest": "Observation OpenEnvReplayManifest",
     "plan": "CollectionControls generation_seed reset_templates",
@@ -426,6 +459,7 @@ _HOMES = {
     "tasks": "TaskCatalog TaskCatalogReport TaskSelection task_selection",
     "trace": "RolloutTrace",
     "verify": "BundleBytes VerifiedBundle verify_bundle",
+    "verify_receipt": "EvaluationBytes VerifiedEvaluation verify_evaluation",
 }
 """Which names a module defines."""
 

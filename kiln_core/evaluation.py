@@ -18,7 +18,7 @@ from typing import Annotated, Final, Literal, NoReturn
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import Record, Sha256, first_difference, same_json, total
+from kiln_core.canonical import Record, first_difference, same_json, total
 from kiln_core.discovery import ensure_unchanged
 from kiln_core.errors import DriftError, UsageError
 from kiln_core.manifest import (
@@ -34,12 +34,10 @@ __all__ = [
     "EnvironmentEvalDecision",
     "EnvironmentEvalEvidence",
     "EnvironmentEvalGate",
-    "EnvironmentEvalOutcome",
-    "EnvironmentEvaluationReceipt",
-    "PolicyIdentity",
     "check_paired",
     "evaluate_pairs",
     "least_passing_wins",
+    "paired_differences",
     "sign_test_p_value",
 ]
 
@@ -56,37 +54,6 @@ class EnvironmentEvalDecision(StrEnum):
     PASSED = "passed"
     REJECTED = "rejected"
     INCONCLUSIVE = "inconclusive"
-
-
-class EnvironmentEvalOutcome(StrEnum):
-    """What became of the candidate."""
-
-    DIAGNOSTIC = "diagnostic"
-    PROMOTED = "promoted"
-    """It passed and is served."""
-    KEPT = "kept"
-    """It passed, and nobody asked to serve it."""
-    REJECTED = "rejected"
-    INCONCLUSIVE = "inconclusive"
-    ERROR = "error"
-    """It passed and could not be loaded."""
-
-
-OUTCOMES: Final = {
-    EnvironmentEvalDecision.DIAGNOSTIC: frozenset({EnvironmentEvalOutcome.DIAGNOSTIC}),
-    EnvironmentEvalDecision.PASSED: frozenset(
-        {
-            EnvironmentEvalOutcome.PROMOTED,
-            EnvironmentEvalOutcome.KEPT,
-            EnvironmentEvalOutcome.ERROR,
-        }
-    ),
-    EnvironmentEvalDecision.REJECTED: frozenset({EnvironmentEvalOutcome.REJECTED}),
-    EnvironmentEvalDecision.INCONCLUSIVE: frozenset(
-        {EnvironmentEvalOutcome.INCONCLUSIVE}
-    ),
-}
-"""Which outcomes a decision allows."""
 
 
 class EnvironmentEvalGate(Record, frozen=True, kw_only=True):
@@ -135,39 +102,6 @@ class EnvironmentEvalEvidence(Record, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.exact_sign_test_alpha != ALPHA:
             raise ValueError(f"exact_sign_test_alpha must be {ALPHA}")
-
-
-class PolicyIdentity(Record, frozen=True, kw_only=True):
-    """Which policy played one side of an evaluation."""
-
-    adapter: Annotated[str, Meta(min_length=1)] | UnsetType = UNSET
-    """Absent for the base model."""
-    adapter_content_revision: Sha256 | UnsetType = UNSET
-    execution_provenance_sha256: Sha256 | UnsetType = UNSET
-    """Digest over base model, inference configuration and adapter."""
-
-
-class EnvironmentEvaluationReceipt(Record, frozen=True, kw_only=True):
-    """``kiln.openenv-environment-evaluation.v1``: a paired evaluation, sealed."""
-
-    schema: Literal["kiln.openenv-environment-evaluation.v1"]
-    run_id: Annotated[str, Meta(min_length=1)]
-    config: EnvironmentEvalConfig
-    seed_start: Seed
-    baseline: PolicyIdentity
-    candidate: PolicyIdentity
-    baseline_summary_sha256: Sha256
-    candidate_summary_sha256: Sha256
-    evidence: EnvironmentEvalEvidence
-    outcome: EnvironmentEvalOutcome
-    verdict: Annotated[str, Meta(min_length=1)]
-    """The outcome in a sentence."""
-
-    def __post_init__(self) -> None:
-        if self.outcome not in OUTCOMES[self.evidence.decision]:
-            raise ValueError(
-                f"outcome {self.outcome} contradicts decision {self.evidence.decision}"
-            )
 
 
 def sign_test_p_value(improved: int, regressed: int) -> float:
@@ -296,6 +230,22 @@ def evaluate_pairs(
         decision=decision,
         reason=reason,
     )
+
+
+def paired_differences(
+    baseline: Sequence[RolloutRecord], candidate: Sequence[RolloutRecord]
+) -> list[float]:
+    """Return by how much each seed's mean return improved, in the order of seeds.
+
+    Args:
+        baseline: Records of the baseline summary.
+        candidate: Records of the candidate summary, of the same seeds.
+
+    Raises:
+        UsageError: One episode stands twice.
+    """
+    left, right = _returns_by_seed(baseline), _returns_by_seed(candidate)
+    return [float(_mean(right[seed]) - _mean(left[seed])) for seed in left]
 
 
 def _decide(

@@ -17,12 +17,8 @@ from kiln_core import limits
 from kiln_core.canonical import END, Record, Sha256
 from kiln_core.contract import OpenEnvTrainingContract, PostEvalConfig
 from kiln_core.discovery import EnvironmentIdentity
-from kiln_core.evaluation import (
-    EnvironmentEvalConfig,
-    EnvironmentEvalEvidence,
-    EnvironmentEvalOutcome,
-    PolicyIdentity,
-)
+from kiln_core.evaluation import EnvironmentEvalConfig, EnvironmentEvalEvidence
+from kiln_core.evidence import EnvironmentEvalOutcome, PolicyIdentity
 from kiln_core.failure import OpenEnvRunFailure
 from kiln_core.grpo import GrpoConfig
 from kiln_core.receipt import RolloutStats, RunId

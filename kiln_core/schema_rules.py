@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from kiln_core import limits
-from kiln_core.evaluation import ALPHA, OUTCOMES, EnvironmentEvalOutcome
+from kiln_core.evaluation import ALPHA
+from kiln_core.evidence import OUTCOMES, EnvironmentEvalOutcome
 from kiln_core.failure import RETRYABLE
 from kiln_core.provenance import MAX_LOGPROB
 

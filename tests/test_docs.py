@@ -24,6 +24,7 @@ from kiln_cli.main import CONTEXT, exit_code, kiln
 from kiln_core import (
     contract,
     discovery,
+    evidence,
     grpo,
     limits,
     lineage,
@@ -75,6 +76,9 @@ RECORDS = {
         receipt.VerificationReport,
         receipt.VerificationOutcome,
         receipt.BundleContradiction,
+        evidence.EnvironmentEvaluationReceipt,
+        evidence.PolicyIdentity,
+        evidence.EvaluationVerification,
         receipt.ReplayRunReport,
         replay.ReplayOutcome,
         replay.CandidateDrift,
@@ -182,6 +186,7 @@ def _check_of_call(call: ast.Call) -> set[str]:
     if isinstance(called, ast.Call):
         called = called.func
     name = called.id if isinstance(called, ast.Name) else ""
+    name = called.attr if isinstance(called, ast.Attribute) else name
     if name in {"fail", "fail_in", "in_summary", "in_replay"} and (len(call.args) == 5):
         named.add(_text(call.args[0]))
     if name == "_invalid":

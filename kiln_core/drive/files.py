@@ -41,6 +41,7 @@ __all__ = [
     "read_bundle",
     "read_regular",
     "replace_file",
+    "withdraw",
 ]
 
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -319,7 +320,7 @@ def _publish(files: Sequence[tuple[Path, bytes]], *, force: bool, disk: Disk) ->
             staged.append(_staging_name(target))
             disk.stage(staged[-1], data)
         if force:
-            _withdraw(files[-1][0], disk)
+            withdraw(files[-1][0], disk=disk)
         for temporary, (target, _) in zip(staged, files, strict=True):
             linked = _place(temporary, target, force=force, disk=disk)
             placed.append(target)
@@ -344,11 +345,20 @@ def _discard(paths: Sequence[Path], disk: Disk) -> None:
             disk.unlink(path)
 
 
-def _withdraw(summary: Path, disk: Disk) -> None:
-    """Remove an old commit mark before what it stands for changes."""
-    if os.path.lexists(summary):
-        disk.unlink(summary)
-        disk.sync_directory(summary.parent)
+def withdraw(mark: Path, *, disk: Disk | None = None) -> None:
+    """Remove an old commit mark before what it stands for changes.
+
+    Raises:
+        OutputUnwritable: The disk refused.
+    """
+    disk = disk or Disk()
+    try:
+        if os.path.lexists(mark):
+            disk.unlink(mark)
+            disk.sync_directory(mark.parent)
+    except OSError as error:
+        failure = _unwritable(mark, error)
+        raise failure from error
 
 
 def _place(temporary: Path, target: Path, *, force: bool, disk: Disk) -> bool:

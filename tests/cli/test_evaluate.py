@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kiln_core.canonical import pretty
+from kiln_core.schemas import check_document
 from tests.cli.conftest import Cli, files_in
 from tests.server.running import Running
 from tests.server.test_adapters import make_adapter
@@ -56,16 +59,81 @@ def test_better_candidate_passes_and_both_bundles_verify(
         assert cli("openenv", "replay", "--summary", folder / "summary.json")
 
 
-def test_evidence_is_one_document(cli: Cli, pair: list[str]) -> None:
+def test_receipt_is_the_one_document(cli: Cli, pair: list[str], tmp_path: Path) -> None:
     document = cli(*EVALUATE, *pair, "--candidate", "good", *GATE, "--json").json
-    assert document.keys() == {
-        *("config", "seed_start", "baseline_summary", "candidate_summary", "evidence"),
-    }
+    check_document(document, "EnvironmentEvaluationReceipt")
+    saved = tmp_path / "environment-evaluation" / "receipt.json"
+    assert json.loads(saved.read_bytes()) == document
+    assert uuid.UUID(document["run_id"]).version == 4
+    assert document["outcome"] == "kept"
+    assert document["candidate"]["adapter"] == "good"
+    assert "adapter" not in document["baseline"]
     evidence = document["evidence"]
     assert evidence["decision"] == "passed"
     assert evidence["paired_groups"] == 20
     assert evidence["improved_groups"] > 14
     assert evidence["candidate_mean_return"] == 0.75
+
+
+RECEIPT = "environment-evaluation/receipt.json"
+VERIFY = ("openenv", "verify", "--receipt")
+
+
+def test_receipt_verifies_and_says_how_sure_it_is(
+    cli: Cli, pair: list[str], tmp_path: Path
+) -> None:
+    done = cli(*EVALUATE, *pair, "--candidate", "good", *GATE)
+    assert f"kiln openenv verify --receipt {RECEIPT}" in done.out
+    shown = cli(*VERIFY, RECEIPT).out
+    assert shown.count("ok  ") == 7
+    for text in ("tied", "95 % exact", "95 % by seed", "kept", "Nothing was contacted"):
+        assert text in shown
+    assert [line for line in shown.splitlines() if "95 %" in line] == [
+        line for line in done.out.splitlines() if "95 %" in line
+    ]
+    report = cli(*VERIFY, RECEIPT, "--json").json
+    check_document(report, "EvaluationVerification")
+    assert report["decision"] == "passed"
+
+
+def test_tampered_receipt_or_bundle_does_not_verify(
+    cli: Cli, pair: list[str], tmp_path: Path
+) -> None:
+    cli(*EVALUATE, *pair, "--candidate", "good", *GATE)
+    path = tmp_path / RECEIPT
+    good = path.read_bytes()
+    receipt = json.loads(good)
+    receipt["evidence"]["tied_groups"] += 1
+    path.write_bytes(pretty(receipt))
+    error = cli(*VERIFY, RECEIPT, "--json", code=1).json["error"]
+    assert error["details"]["pointer"] == "/evidence/tied_groups"
+    path.write_bytes(good)
+    dataset = path.parent / "candidate" / "rollouts.jsonl"
+    dataset.write_bytes(dataset.read_bytes()[:-1] + b" ")
+    error = cli(*VERIFY, RECEIPT, "--json", code=1).json["error"]
+    assert error["details"]["check"] == "dataset_digest"
+    dataset.unlink()
+    cli(*VERIFY, RECEIPT, code=2)
+
+
+def test_flags_of_a_bundle_make_no_sense_beside_a_receipt(
+    cli: Cli, tmp_path: Path
+) -> None:
+    done = cli(*VERIFY, RECEIPT, "--dataset", "x", code=2)
+    assert "belongs to a bundle" in done.err
+
+
+def test_earlier_receipt_never_stands_beside_new_bundles(
+    cli: Cli, pair: list[str], tmp_path: Path, environment: Simulator
+) -> None:
+    cli(*EVALUATE, *pair, "--candidate", "good", *GATE)
+    old = (tmp_path / RECEIPT).read_bytes()
+    before = len(environment.peers)
+    cli(*EVALUATE, *pair, "--candidate", "good", *GATE, code=2)
+    assert len(environment.peers) == before
+    assert (tmp_path / RECEIPT).read_bytes() == old
+    cli(*EVALUATE, *pair, "--candidate", "bad", *GATE, "--force", code=1)
+    assert cli(*VERIFY, RECEIPT, "--json").json["outcome"] == "rejected"
 
 
 @pytest.mark.parametrize(

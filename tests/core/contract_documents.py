@@ -438,6 +438,17 @@ def control_plane_documents() -> dict[str, dict[str, Any]]:
         },
         **task_documents(),
         **run_documents(contract, response, source),
+        "EvaluationVerification": {
+            "plain": {
+                "schema": "kiln.openenv-evaluation-verification.v1",
+                "receipt_path": "receipt.json",
+                "receipt_sha256": sha("6"),
+                "baseline": verification_report(),
+                "candidate": verification_report(),
+                "decision": "passed",
+                "outcome": "kept",
+            }
+        },
         "BundleContradiction": {"plain": contradiction()},
         "VerificationOutcome": {
             "holds": {

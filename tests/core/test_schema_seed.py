@@ -11,7 +11,7 @@ import pytest
 from msgspec import inspect
 
 import kiln_core
-from kiln_core import discovery, evaluation, manifest, receipt
+from kiln_core import discovery, evaluation, evidence, manifest, receipt
 from kiln_core.canonical import END, Record, read_record
 from kiln_core.errors import InvalidRecord
 from tests.core.bundles import DROP, Parts, bytes_of, put, small_collection
@@ -45,8 +45,8 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
         evaluation.EnvironmentEvalGate,
         evaluation.EnvironmentEvalConfig,
         evaluation.EnvironmentEvalEvidence,
-        evaluation.EnvironmentEvaluationReceipt,
-        evaluation.PolicyIdentity,
+        evidence.EnvironmentEvaluationReceipt,
+        evidence.PolicyIdentity,
         receipt.VerificationReport,
         receipt.OpenEnvArtifactDownloadReceipt,
         receipt.ReplayRunReport,
@@ -55,7 +55,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
 ENUM_HOMES = {
     "EpisodeTermination": receipt,
     "EnvironmentEvalDecision": evaluation,
-    "EnvironmentEvalOutcome": evaluation,
+    "EnvironmentEvalOutcome": evidence,
 }
 CONSTANT_BY_CODE = {("EnvironmentEvalEvidence", "exact_sign_test_alpha")}
 """A constant number cannot be a Literal; the struct checks it itself."""
