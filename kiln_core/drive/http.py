@@ -365,7 +365,13 @@ def status_error(
 
 def unreachable(url: str, error: Exception) -> TransportError:
     """Return the error of a failed exchange."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, aiohttp.ClientConnectorCertificateError):
+        reason = getattr(error.certificate_error, "verify_message", "unknown reason")
+        what = f"has a certificate that cannot be trusted: {reason}"
+        hint = "name its authority's certificate in SSL_CERT_FILE, or use its own host"
+    elif isinstance(error, aiohttp.ClientSSLError):
+        what, hint = "does not speak the TLS of https", "check its scheme and port"
+    elif isinstance(error, TimeoutError):
         what, hint = "timed out", "check that the server is up and not overloaded"
     elif isinstance(error, aiohttp.ClientPayloadError):
         what, hint = "broke off its answer", "look at the log of the server"
