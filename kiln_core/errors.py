@@ -234,8 +234,8 @@ class CapacityExhausted(EnvironmentFault):
     code = "environment_capacity_exhausted"
     retryable = True
     default_hint = (
-        "lower --concurrency, raise --capacity-wait-seconds, "
-        "or raise the session limit of the environment"
+        "lower --concurrency, raise --capacity-wait-seconds, raise the session limit "
+        "of the environment, or end the sessions that other clients hold, MCP included"
     )
 
 
