@@ -376,11 +376,6 @@ async def test_task_that_does_not_exist_is_no_episode(peers: dict[str, str]) -> 
 
 
 async def test_failing_tool_is_an_observation(peers: dict[str, str]) -> None:
-    """https://github.com/PrimeIntellect-ai/verifiers/pull/1724
-
-    Nothing is rewarded and nothing is done: the episode ends at its bound, and a
-    missing reward stays null.
-    """
     candidate = await played(
         *(peers["tools"], {"tool_name": "add", "arguments": {"a": 1, "b": 2}}),
         {"type": "call_tool", "tool_name": "fail", "arguments": {"reason": "no"}},
