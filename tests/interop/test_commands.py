@@ -98,9 +98,7 @@ async def reached(
         yield commands
 
 
-@pytest.mark.parametrize(
-    "reached", ["tls", "bearer", "prefixed", "one session"], indirect=True
-)
+@pytest.mark.parametrize("reached", ["tls", "bearer", "prefixed"], indirect=True)
 async def test_inspect_rollout_verify_replay(reached: Commands) -> None:
     identity = (await reached("inspect"))["environments"][0]["identity"]
     assert identity["base_url"] == reached.url

@@ -22,8 +22,6 @@ from kiln_core.errors import (
     HttpStatusError,
     ReplayDrift,
     SessionRefused,
-    TransportError,
-    UsageError,
 )
 from kiln_core.manifest import ObservationResult, ProtocolErrorResult, ReplayCandidate
 from kiln_core.records import EpisodeTermination
@@ -60,6 +58,7 @@ class Case:
     """Per turn, the actions there are."""
     endings: set[EpisodeTermination] = field(default_factory=lambda: {ENDS.DONE})
     template: dict[str, Any] = field(default_factory=dict)
+    group_size: int = 4
     drifts: str | None = None
     """Where a replay differs, in every candidate and nowhere else."""
 
@@ -96,6 +95,7 @@ CASES = {
             ]
         ],
         {ENDS.MAX_STEPS},
+        group_size=2,  # each session of this peer is slow to open
     ),
     "bench": Case([[{"seconds": 0.02}]]),
     "notes": Case([[{"note": "loud"}, {"note": None}]]),
@@ -127,8 +127,8 @@ async def test_collect_publish_verify_replay(
             url,
             token=token,
             template=case.template,
-            groups=3,
-            group_size=4,
+            groups=2,
+            group_size=case.group_size,
             capacity_wait_seconds=20,
         )
         bundle = await collect(request, policy, times=TIMES)
@@ -167,19 +167,14 @@ async def replays(
 
 
 async def played(
-    url: str, *actions: object, notes: Notes | None = None, **options: Any
+    url: str, *actions: object, notes: Notes | None = None, replay: bool = True
 ) -> ReplayCandidate:
     """Collect one episode of these actions; return its candidate, replayed once."""
-    options = {"group_size": 1, "max_steps": len(actions), **options}
-    bundle = await collect(
-        collection(url, **options), plays(*actions), observer=notes, times=TIMES
-    )
+    request = collection(url, group_size=1, max_steps=len(actions))
+    bundle = await collect(request, plays(*actions), observer=notes, times=TIMES)
     checked = verified(bundle)
-    require_no_drift(
-        await replay_bundle(
-            ReplayRequest(bundle=checked, ignored_pointers=(EPISODE_ID,)), times=TIMES
-        )
-    )
+    if replay:
+        await replays(checked, None, None)
     return checked.replay.groups[0].candidates[0]
 
 
@@ -338,7 +333,8 @@ async def test_action_of_a_hard_schema_arrives(
 async def test_action_that_the_schema_refuses_is_never_sent(
     peers: dict[str, str], name: str
 ) -> None:
-    candidate = await played(peers["commands"], FITS["tuple"], UNFIT[name])
+    actions = FITS["tuple"], UNFIT[name]
+    candidate = await played(peers["commands"], *actions, replay=False)
     assert candidate.termination is ENDS.INVALID_MODEL_ACTION
     assert len(candidate.exchanges) == steps_of(candidate) == 1
 
@@ -444,15 +440,9 @@ async def test_wrong_token_is_said_once_and_not_tried_again(
 async def test_replay_needs_the_credential_too(proxy: BearerProxy) -> None:
     bundle = await collect(collection(proxy.url, token=TOKEN), plays(*adds(1, 3)))
     request = ReplayRequest(bundle=verified(bundle))
-    with pytest.raises((HttpStatusError, UsageError)):
+    with pytest.raises(HttpStatusError) as refused:
         await replay_bundle(request, times=TIMES)
-
-
-async def test_lost_proxy_is_not_the_models_fault(proxy: BearerProxy) -> None:
-    """A refused upgrade after a good discovery is an error of transport."""
-    proxy.target = "http://127.0.0.1:9"
-    with pytest.raises(TransportError):
-        await collect(collection(proxy.url, token=TOKEN), plays({"amount": 1}))
+    assert refused.value.details["http_status"] == 401
 
 
 # Base path
