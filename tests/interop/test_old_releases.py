@@ -22,9 +22,12 @@ from msgspec import UNSET
 
 from kiln_core.drive.collect import collect
 from kiln_core.drive.files import publish_bundle, read_bundle
+from kiln_core.drive.http import environment_client
 from kiln_core.drive.replay import ReplayRequest, replay_bundle, require_no_drift
+from kiln_core.drive.tasks import task_catalog
 from kiln_core.records import EpisodeTermination
 from kiln_core.scripted import ScriptedPolicy
+from kiln_core.tasks import TaskSelection
 from kiln_core.verify import verify_bundle
 from tests.drive.collection import collection, verified
 from tests.drive.test_files import paths, summary_in
@@ -151,6 +154,15 @@ async def test_what_the_release_lacks(urls: dict[str, list[str]], release: str) 
         assert reset.metadata == {"seed": 5}
     else:
         assert (reset.observation, reset.metadata) == ({"total": 0}, UNSET)
+
+
+async def test_release_without_tasks_says_so(
+    urls: dict[str, list[str]], release: str
+) -> None:
+    """The oldest have no such routes, later ones answer that nobody provides any."""
+    async with environment_client(urls[release][0]) as client:
+        catalog = await task_catalog(client, TaskSelection(split="train"))
+    assert (catalog.task_api, catalog.splits) == ("unsupported", [])
 
 
 ERRORS = {

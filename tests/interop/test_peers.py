@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from kiln_core.discovery import environment_url
 from kiln_core.drive.collect import collect
 from kiln_core.drive.files import publish_bundle, read_bundle
-from kiln_core.drive.http import Credential
+from kiln_core.drive.http import Credential, environment_client
 from kiln_core.drive.replay import ReplayRequest, replay_bundle, require_no_drift
+from kiln_core.drive.tasks import TaskClient
 from kiln_core.drive.websocket import SessionTimes
 from kiln_core.errors import (
     HttpStatusError,
@@ -344,9 +344,8 @@ async def test_action_that_the_schema_refuses_is_never_sent(
 
 async def test_reset_options_choose_the_task(peers: dict[str, str]) -> None:
     """https://github.com/huggingface/OpenEnv/pull/1094"""
-    async with aiohttp.ClientSession(peers["tasks"]) as http:
-        answer = await http.post("/tasks/task", json={"split": "train", "index": 4})
-        task = (await answer.json())["task"]
+    async with environment_client(peers["tasks"]) as client:
+        task: Any = await TaskClient(client, "tasks").task("train", 4)
     bundle = await collect(
         collection(peers["tasks"], template={"split": "train", "index": 4}),
         plays({"answer": 9}),
@@ -424,6 +423,15 @@ async def test_every_request_carries_the_token(
         assert TOKEN.encode() not in written
     identity = bundle.summary.environments[0].identity
     assert identity.authentication == "bearer"
+
+
+async def test_reset_frame_is_what_was_planned(proxy: BearerProxy) -> None:
+    """https://github.com/Azure/azure-sdk-for-python/pull/48953"""
+    options = {"level": {"b": 1.0, "a": [None, True]}, "ß": 2**70}
+    request = collection(proxy.url, token=TOKEN, template=options, seed_start=2**62)
+    await collect(request, plays(*adds(1, 3)), times=TIMES)
+    sent = [frame for frame in proxy.frames if frame["type"] == "reset"]
+    assert sent == [{"type": "reset", "data": {**options, "seed": 2**62}}] * 2
 
 
 @pytest.mark.parametrize("token", [None, "another"])
