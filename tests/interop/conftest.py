@@ -30,6 +30,7 @@ SERVED = {
     "bench": "bench:64",
     "notes": "notes:64",
     "prefixed": "prefixed:64",
+    "production": "production:64",
     "one session": "counter:1",
     "one tool": "tools:1",
     "held": "counter:1",

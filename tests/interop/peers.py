@@ -368,6 +368,11 @@ def prefixed(sessions: int) -> Starlette:
     return Starlette(routes=[Mount(PREFIX, counter.create_app(sessions))])
 
 
+def production(sessions: int) -> FastAPI:
+    """Serve without the HTTP routes that simulate: `/reset`, `/step`, `/state`."""
+    return serve(Notes, Note, Echo, sessions, mode="production")
+
+
 PEERS: dict[str, Callable[[int], Any]] = {
     "counter": counter.create_app,
     "bandit": bandit.create_app,
@@ -379,4 +384,5 @@ PEERS: dict[str, Callable[[int], Any]] = {
     "bench": bench,
     "notes": notes,
     "prefixed": prefixed,
+    "production": production,
 }

@@ -99,6 +99,7 @@ CASES = {
     ),
     "bench": Case([[{"seconds": 0.02}]]),
     "notes": Case([[{"note": "loud"}, {"note": None}]]),
+    "production": Case([[{"note": "loud"}, {"note": None}]]),
     "prefixed": Case([adds(1), adds(3)]),
     "bearer": Case([adds(1), adds(3)]),
 }
