@@ -1,4 +1,4 @@
-"""``kiln train``: the training jobs of a server."""
+"""``kiln train status``: the training jobs of a server."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ if TYPE_CHECKING:
     from kiln_core.drive.server import ServerClient
     from kiln_core.ports import Observer
 
-__all__ = ["follow_job", "require_success", "train"]
+__all__ = ["follow_job", "require_success", "status"]
 
 POLL_SECONDS = 0.5
 
 
-@click.group(epilog="\b\nExamples:\n  kiln train status\n")
-def train() -> None:
-    """Look at training jobs."""
-
-
-@train.command(
+@click.command(
     epilog="""\b
 Examples:
   kiln train status

@@ -162,7 +162,7 @@ CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 96
             "kiln_cli.main:openenv",
             "Collect, verify, replay, train and evaluate.",
         ),
-        "train": ("kiln_cli.jobs:train", "Look at training jobs."),
+        "train": ("kiln_cli.main:train", "Submit training jobs and look at them."),
     },
     plugins="kiln.commands",
     context_settings=CONTEXT,
@@ -176,6 +176,22 @@ Examples:
 @click.version_option(package_name="kiln-openenv")
 def kiln() -> None:
     """Train language-model agents on OpenEnv environments, provably."""
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy={
+        "grpo": ("kiln_cli.grpo:grpo", "Train an adapter on recorded groups."),
+        "status": ("kiln_cli.jobs:status", "Show training jobs, newest first."),
+    },
+    epilog="""\b
+Examples:
+  kiln train grpo --file openenv.rollouts.jsonl --adapter my-agent
+  kiln train status
+""",
+)
+def train() -> None:
+    """Submit training jobs and look at them."""
 
 
 @click.group(

@@ -9,22 +9,20 @@ import click
 
 from kiln_cli.options import bundle_options, json_option
 from kiln_cli.render import document, facts, say
+from kiln_cli.reports import bundle_report
 from kiln_core.canonical import pretty
 from kiln_core.errors import UsageError
 from kiln_core.legacy import LEGACY_SCHEMAS
 from kiln_core.receipt import (
     OUTCOME_SCHEMA,
-    VERIFICATION_SCHEMA,
     BundleContradiction,
     VerificationOutcome,
-    VerificationReport,
 )
 
 if TYPE_CHECKING:
     from kiln_core.errors import InvalidBundle
-    from kiln_core.verify import VerifiedBundle
 
-__all__ = ["bundle_report", "verify"]
+__all__ = ["verify"]
 
 
 @click.command(
@@ -134,30 +132,6 @@ def _verified(flags: dict[str, Any]) -> VerificationOutcome:
         summary_schema=verified.summary.schema,
         traced_rollouts=verified.traced_rollouts,
         retried_rollouts=verified.retried_rollouts,
-    )
-
-
-def bundle_report(
-    verified: VerifiedBundle, paths: tuple[Path, Path, Path]
-) -> VerificationReport:
-    """Return the report of a bundle that verifies.
-
-    Args:
-        verified: The bundle.
-        paths: Where summary, dataset and replay manifest were found.
-    """
-    summary_path, dataset, replay = paths
-    summary = verified.summary
-    return VerificationReport(
-        schema=VERIFICATION_SCHEMA,
-        summary_path=str(summary_path),
-        dataset_path=str(dataset),
-        replay_path=str(replay),
-        dataset_sha256=summary.dataset_sha256,
-        replay_sha256=summary.replay_sha256,
-        groups=summary.groups,
-        rollouts=summary.rollout_count,
-        environment_exchanges=verified.environment_exchanges,
     )
 
 

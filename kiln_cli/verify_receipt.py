@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kiln_cli.evaluate import show_evaluation, side_paths
 from kiln_cli.render import document, say
-from kiln_cli.verify import bundle_report
+from kiln_cli.reports import bundle_report
 from kiln_core import limits
 from kiln_core.canonical import digest
 from kiln_core.evidence import VERIFICATION_SCHEMA, EvaluationVerification

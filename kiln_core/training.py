@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from kiln_core.canonical import Record, Sha256, compact, digest
+from kiln_core.canonical import (
+    JsonValue,
+    Record,
+    Sha256,
+    compact,
+    digest,
+    printable,
+    split_path,
+)
 from kiln_core.contract import PostEvalConfig
-from kiln_core.errors import InvalidRecord
+from kiln_core.errors import InvalidRecord, UsageError
 from kiln_core.grpo import GrpoConfig
 from kiln_core.lineage import CorpusLineage, OpenEnvTrainingData
 from kiln_core.records import AgenticGroup
@@ -21,6 +29,7 @@ __all__ = [
     "TrainingResponse",
     "TrainingStatus",
     "admit_corpus",
+    "read_grpo_request",
 ]
 
 TrainingState = Literal["queued", "running", "completed", "failed"]
@@ -32,6 +41,79 @@ class GrpoRequest(Record, frozen=True, kw_only=True):
     groups: Annotated[list[AgenticGroup], Meta(min_length=1)]
     config: GrpoConfig = msgspec.field(default_factory=GrpoConfig)
     post_eval: PostEvalConfig | UnsetType = UNSET
+
+
+def read_grpo_request(value: JsonValue) -> GrpoRequest:
+    """Turn a decoded body into a request; other clients' names become ours.
+
+    ``agentic_groups`` stands for ``groups``, ``rollouts`` for ``completions``; message
+    content may be null or a list of text parts; ``kind`` of a segment is ``context``
+    where it is left out.
+
+    Raises:
+        UsageError: It is no such request; the message names the member.
+    """
+    if isinstance(value, dict):
+        value = _renamed(value, "agentic_groups", "groups")
+        if isinstance(value.get("groups"), list):
+            value["groups"] = [_read_group(group) for group in value["groups"]]
+        config = value.get("config")
+        if isinstance(config, dict):
+            renamed = _renamed(config, "reference_policy", "kl_reference_policy")
+            value["config"] = renamed
+    try:
+        return msgspec.convert(value, GrpoRequest)
+    except msgspec.ValidationError as error:
+        reason, pointer = split_path(str(error))
+        raise UsageError(
+            f"invalid request at {pointer or 'its root'}: {printable(reason)}",
+            pointer=pointer,
+        ) from error
+
+
+def _renamed(value: dict[str, JsonValue], alias: str, name: str) -> dict[str, Any]:
+    """Return a copy with an alias under its own name.
+
+    Raises:
+        UsageError: Both are given.
+    """
+    if alias in value and name in value:
+        raise UsageError(f"{alias} is another name of {name}: give one of them")
+    return {name if key == alias else key: member for key, member in value.items()}
+
+
+def _read_group(group: JsonValue) -> JsonValue:
+    if not isinstance(group, dict):
+        return group
+    group = _renamed(group, "rollouts", "completions")
+    if isinstance(group.get("messages"), list):
+        group["messages"] = [_read_message(message) for message in group["messages"]]
+    if isinstance(group.get("completions"), list):
+        group["completions"] = [_read_rollout(item) for item in group["completions"]]
+    return group
+
+
+def _read_message(message: JsonValue) -> JsonValue:
+    if not isinstance(message, dict) or "content" not in message:
+        return message
+    content = message["content"]
+    if isinstance(content, list):
+        texts = [part.get("text") for part in content if isinstance(part, dict)]
+        if len(texts) != len(content) or not all(isinstance(t, str) for t in texts):
+            raise UsageError("only text parts are supported in a message")
+        content = "".join(str(text) for text in texts)
+    return {**message, "content": "" if content is None else content}
+
+
+def _read_rollout(rollout: JsonValue) -> JsonValue:
+    segments = rollout.get("trajectory") if isinstance(rollout, dict) else None
+    if not isinstance(rollout, dict) or not isinstance(segments, list):
+        return rollout
+    filled = [
+        {"kind": "context", **segment} if isinstance(segment, dict) else segment
+        for segment in segments
+    ]
+    return {**rollout, "trajectory": filled}
 
 
 class TrainingResponse(Record, frozen=True, kw_only=True):

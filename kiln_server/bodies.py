@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -9,7 +10,7 @@ from anyio import to_thread
 from starlette.requests import Request
 
 from kiln_core import limits
-from kiln_core.canonical import printable, read_json, split_path
+from kiln_core.canonical import JsonValue, printable, read_json, split_path
 from kiln_core.errors import LimitError, UsageError
 
 __all__ = ["MAX_BODY_BYTES", "read_body"]
@@ -23,7 +24,11 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def read_body(
-    request: Request, body_type: type[T], *, limit_bytes: int = MAX_BODY_BYTES
+    request: Request,
+    body_type: type[T],
+    *,
+    limit_bytes: int = MAX_BODY_BYTES,
+    reader: Callable[[JsonValue], T] | None = None,
 ) -> T:
     """Read a JSON body into a struct.
 
@@ -31,6 +36,7 @@ async def read_body(
         request: The request.
         body_type: What the body must be.
         limit_bytes: Its bound.
+        reader: Turns the decoded body into one, where that takes more than types.
 
     Raises:
         LimitError: The body is too large.
@@ -51,12 +57,16 @@ async def read_body(
             limit_bytes=limit_bytes,
         )
     if size <= SMALL_BYTES:
-        return _decoded(bytes(body), body_type)
-    return await to_thread.run_sync(_decoded, bytes(body), body_type)
+        return _decoded(bytes(body), body_type, reader)
+    return await to_thread.run_sync(_decoded, bytes(body), body_type, reader)
 
 
-def _decoded(body: bytes, body_type: type[T]) -> T:
+def _decoded(
+    body: bytes, body_type: type[T], reader: Callable[[JsonValue], T] | None
+) -> T:
     value = read_json(body, "the request body")
+    if reader is not None:
+        return reader(value)
     try:
         return msgspec.convert(value, body_type)
     except msgspec.ValidationError as error:

@@ -30,6 +30,7 @@ from kiln_core.training import (
     TrainingQueue,
     TrainingResponse,
     admit_corpus,
+    read_grpo_request,
 )
 from kiln_server.bodies import read_body
 from kiln_server.problems import answer
@@ -62,7 +63,9 @@ async def submit(request: Request) -> Response:
     """Queue a GRPO job."""
     state = state_of(request)
     state.require_training()
-    body = await read_body(request, GrpoRequest, limit_bytes=MAX_CORPUS_BYTES)
+    body = await read_body(
+        request, GrpoRequest, limit_bytes=MAX_CORPUS_BYTES, reader=read_grpo_request
+    )
     return answer(await to_thread.run_sync(_submit, state, body))
 
 
