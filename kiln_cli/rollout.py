@@ -24,7 +24,8 @@ from kiln_cli.options import (
     tokens_of,
     trace_option,
 )
-from kiln_cli.render import document, facts, progress, say
+from kiln_cli.render import document, facts, note, progress, say
+from kiln_core.advice import collection_advice
 from kiln_core.contract import OpenEnvTrainingContract, base_or_adapter
 from kiln_core.plan import check_controls
 
@@ -167,6 +168,8 @@ def show_bundle(summary: OpenEnvRolloutSummary) -> None:
             *_selected(summary),
         ]
     )
+    for warning in collection_advice(summary):
+        note(f"Warning: {warning}")
     path = shlex.quote(summary.summary_output_path)
     say(f"Check it: kiln openenv verify --summary {path}")
 

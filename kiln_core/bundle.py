@@ -417,7 +417,8 @@ def _check_same_reset(
             f"group {setting.group_index}: candidates {first.candidate_index} and "
             f"{other.candidate_index} got different reset observations for seed "
             f"{setting.seed}, first at {pointer or '/'}",
-            hint="the environment must be deterministic for the reset seed",
+            hint="the environment must be deterministic for the reset seed: without "
+            "one start for all candidates, relative advantages mean nothing",
             group_index=setting.group_index,
             pointer=pointer,
         )

@@ -234,8 +234,9 @@ class CapacityExhausted(EnvironmentFault):
     code = "environment_capacity_exhausted"
     retryable = True
     default_hint = (
-        "lower --concurrency, raise --capacity-wait-seconds, raise the session limit "
-        "of the environment, or end the sessions that other clients hold, MCP included"
+        "another client or a long candidate held all sessions: lower --concurrency, "
+        "raise --capacity-wait-seconds, raise the session limit of the environment, or "
+        "end the sessions that other clients hold, MCP included"
     )
 
 
@@ -308,7 +309,8 @@ class IdentityDrift(DriftError):
 
     code = "environment_identity_changed"
     default_hint = (
-        "pin or stabilise the environment deployment, inspect it and start anew"
+        "pin or stabilise the deployment, inspect it again, and start a new run with a "
+        "new idempotency key; nothing of this attempt is published"
     )
 
 
@@ -317,7 +319,8 @@ class ReplayDrift(DriftError):
 
     code = "replay_drift"
     default_hint = (
-        "check that the captured build, task data and reset semantics are deployed"
+        "check that the same environment build, task data and reset semantics are "
+        "deployed at the captured URL; the same schemas do not mean the same behaviour"
     )
 
 

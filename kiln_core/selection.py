@@ -13,6 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kiln_core.actions import NO_OUTPUT
+from kiln_core.advice import NO_VARIANCE_REMEDY
 from kiln_core.canonical import Record, convert_record, read_json
 from kiln_core.errors import InvalidRecord, MalformedJson
 from kiln_core.grpo import GrpoConfig
@@ -96,8 +97,8 @@ class TrainingSelector:
             )
         if not self._groups:
             warnings.append(
-                "nothing is left to train on: use harder tasks, more candidates, a "
-                "more informative reward or an SFT bootstrap"
+                "nothing is left to train on, since rewards have no variance within "
+                f"a group: {NO_VARIANCE_REMEDY}"
             )
         return warnings
 

@@ -40,6 +40,12 @@ __all__ = ["Credential", "EnvironmentClient", "client_session", "environment_cli
 OPTIONAL_ROUTES: Final = frozenset({"/list_environments", "/openapi.json"})
 """Routes that older OpenEnv servers lack."""
 CHUNK_BYTES: Final = 64 * limits.KIB
+CHECK_CREDENTIAL: Final = (
+    "check that the credential is of exactly this origin (scheme, host and port), that "
+    "the environment variable named by --credential-env is set and not empty, and that "
+    "there is one --credential-env per environment, in order, also for replay; a "
+    "credential for another machine needs https"
+)
 
 
 class Credential:
@@ -348,9 +354,9 @@ def status_error(
     if status in hints:
         hint = hints[status]
     elif 300 <= status < 400:
-        hint = "redirects are not followed: pass the canonical base URL"
+        hint = "redirects are not followed: pass the canonical base URL directly"
     elif status in {401, 403}:
-        hint = "check the credential and that its origin matches the URL"
+        hint = CHECK_CREDENTIAL
     elif status == 404:
         hint = "check the URL: it must be the base URL of an OpenEnv server"
     else:

@@ -21,7 +21,12 @@ from anyio.abc import TaskGroup
 from kiln_core import limits
 from kiln_core.discovery import websocket_url
 from kiln_core.drive.concurrency import task_group
-from kiln_core.drive.http import EnvironmentClient, status_error, unreachable
+from kiln_core.drive.http import (
+    CHECK_CREDENTIAL,
+    EnvironmentClient,
+    status_error,
+    unreachable,
+)
 from kiln_core.errors import (
     CapacityAtUpgrade,
     HttpStatusError,
@@ -323,12 +328,13 @@ def _refused(client: EnvironmentClient, url: str, status: int) -> TransportError
             environment=url,
         )
     if status == 403:
-        refuser = "the server refuses this client"
+        remedy = "a protected environment needs --credential-env"
         if client.credential is not None:
-            refuser += " or its credential"
+            remedy = CHECK_CREDENTIAL
         return HttpStatusError(
             f"{url} refused the session with HTTP status 403",
-            hint=f"the WebSocket path may be wrong, or {refuser}",
+            hint="the WebSocket path may be wrong, or the server refuses this client: "
+            + remedy,
             environment=url,
             http_status=status,
         )

@@ -349,3 +349,17 @@ def test_environment_schema_may_be_unguidable(
     done = cli(*ROLLOUT, *target)
     assert "Warning: " in done.err
     assert "cannot guide" in done.err
+
+
+def test_what_an_outcome_suggests_is_a_warning(
+    cli: Cli, target: list[str], environment: Simulator
+) -> None:
+    environment.script = {"step": refuses("EXECUTION_ERROR", close=False)}
+    done = cli(*ROLLOUT, *target, "--max-recoverable-errors", "0")
+    warnings = [line for line in done.err.splitlines() if line.startswith("Warning: ")]
+    assert len(warnings) == 2
+    assert "12 of 12 rollouts ended by an error (EXECUTION_ERROR 12)" in warnings[0]
+    assert "rewards have no variance" in warnings[1]
+    assert "kiln train sft" in warnings[1]
+    done = cli(*ROLLOUT, *target, "--max-recoverable-errors", "0", "--json", "--force")
+    assert done.err == ""

@@ -740,7 +740,8 @@ async def test_upgrade_refused_with_403_may_be_a_wrong_path(token: str | None) -
     refused = await refusal(Document(b"", 403), token)
     assert refused.details["http_status"] == 403
     assert "WebSocket path" in refused.hint
-    assert ("credential" in refused.hint) == (token is not None)
+    assert ("origin" in refused.hint) == (token is not None)
+    assert "--credential-env" in refused.hint
 
 
 @pytest.mark.parametrize("status", [200, 400, 401, 404, 426, 429, 500, 502])
