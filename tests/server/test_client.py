@@ -10,11 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from kiln_core import limits
 from kiln_core.drive.http import Credential
-from kiln_core.drive.policy import http_policy
+from kiln_core.drive.policy import _chat_body, http_policy
 from kiln_core.drive.server import server_client
 from kiln_core.errors import (
     CapacityFull,
@@ -73,9 +74,11 @@ def answering(reply: Callable[[str], Reply]) -> Iterator[str]:
     with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def get(url: str, **options: Any) -> Any:
@@ -227,6 +230,106 @@ def test_answer_without_provenance_is_refused(kiln: Running, left_out: str) -> N
     with answering(lambda _: told(whole)) as url:
         with pytest.raises(PolicyError, match="the server returned no"):
             anyio.run(run, url)
+
+
+LIES: dict[str, tuple[str, object]] = {
+    "seed": ("rollout_provenance/seed", 7),
+    "prompt_messages_sha256": (
+        "rollout_provenance/prompt_messages_sha256",
+        "sha256:" + "0" * 64,
+    ),
+    "behavior_policy.adapter": (
+        "rollout_provenance/behavior_policy/adapter",
+        {"name": "mine", "content_sha256": "sha256:" + "0" * 64},
+    ),
+    "template_invocation.enable_thinking": (
+        "rollout_provenance/template_invocation",
+        {"template_kwargs": {"enable_thinking": False}},
+    ),
+    "sampling.thinking_budget": (
+        "rollout_provenance/sampling/thinking_budget",
+        {"max_tokens": 3, "close_token_ids": [1]},
+    ),
+    **{
+        f"sampling {name}": (f"rollout_provenance/sampling/{name}", value)
+        for name, value in {
+            "temperature": 0.5,
+            "max_tokens": 31,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "repetition_penalty": 1.1,
+            "presence_penalty": 1.0,
+            "frequency_penalty": -1.0,
+            "stop": ["x"],
+        }.items()
+    },
+}
+"""What a provenance may claim that was not asked; places are in the choice."""
+
+
+def answer_to(kiln: Running, request: PolicyRequest) -> Any:
+    """Return the server's document of an answer."""
+    return kiln.post("/v1/chat/completions", _chat_body(request, None)).json
+
+
+def completed_by(answer: Any, request: PolicyRequest, adapter: str | None) -> Any:
+    async def run(url: str) -> Any:
+        async with http_policy(url, adapter) as policy:
+            return await policy.complete(request)
+
+    with answering(lambda _: told(answer)) as url:
+        return anyio.run(run, url)
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_provenance_of_another_request_is_refused(kiln: Running, lie: str) -> None:
+    answer = answer_to(kiln, REQUEST)
+    assert completed_by(answer, REQUEST, None).total_tokens > 0
+    path, value = LIES[lie]
+    *above, last = path.split("/")
+    place = answer["choices"][0]
+    for name in above:
+        place = place[name]
+    place[last] = value
+    with pytest.raises(PolicyError, match="is of another request") as caught:
+        completed_by(answer, REQUEST, None)
+    assert caught.value.details["field"] == lie.partition(" ")[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 1},
+        {"messages": (ChatMessage(role="user", content="stop"),)},
+        {"temperature": 0.5},
+        {"max_tokens": 33},
+        {"thinking_budget_tokens": 3},
+    ],
+)
+def test_answer_to_an_earlier_request_is_refused(
+    kiln: Running, changes: dict[str, Any]
+) -> None:
+    """As of a proxy that caches: the answer is true, of another request."""
+    earlier = answer_to(kiln, REQUEST)
+    with pytest.raises(PolicyError):
+        completed_by(earlier, msgspec.structs.replace(REQUEST, **changes), None)
+
+
+def test_answer_of_the_base_is_not_one_of_an_adapter(kiln: Running) -> None:
+    with pytest.raises(PolicyError) as caught:
+        completed_by(answer_to(kiln, REQUEST), REQUEST, "mine")
+    assert caught.value.details["field"] == "behavior_policy.adapter"
+
+
+@pytest.mark.parametrize(
+    "count", ["prompt_tokens", "completion_tokens", "total_tokens"]
+)
+def test_tokens_counted_must_be_those_returned(kiln: Running, count: str) -> None:
+    answer = answer_to(kiln, REQUEST)
+    answer["usage"][count] += 1
+    with pytest.raises(PolicyError, match="counted other tokens"):
+        completed_by(answer, REQUEST, None)
 
 
 def test_no_more_requests_than_slots_are_in_flight(kiln: Running) -> None:
