@@ -48,11 +48,19 @@ Examples:
     help="How long a full environment is waited for.",
 )
 @click.option(
+    "--episode-retries",
+    type=click.IntRange(0, 16),
+    default=2,
+    show_default=True,
+    help="Fresh attempts after a lost session.",
+)
+@click.option(
     "--ignore-pointer",
     "ignored",
     multiple=True,
     metavar="POINTER",
-    help="A place that may differ, relative to a candidate; repeatable.",
+    help="A place that may differ, relative to a candidate; '*' is any index; "
+    "repeatable.",
 )
 @click.option(
     "--report",
@@ -101,6 +109,7 @@ async def _replay(flags: dict[str, Any], observer: Any) -> ReplayOutcome:
             concurrency=flags["concurrency"],
             capacity_wait_seconds=flags["capacity_wait_seconds"],
             ignored_pointers=tuple(flags["ignored"]),
+            episode_retries=flags["episode_retries"],
         ),
         observer=observer,
     )

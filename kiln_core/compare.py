@@ -7,16 +7,31 @@ their type: a reward of ``1`` is not ``1.0`` and not ``true``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kiln_core.canonical import JsonValue, differences
 from kiln_core.manifest import Observation, ReplayExchangeResult
 
-__all__ = ["Drift", "find_drift", "result_document"]
+__all__ = [
+    "VOLATILE",
+    "Drift",
+    "covers",
+    "find_drift",
+    "is_volatile",
+    "result_document",
+]
 
 _ABSENT: Any = object()
+
+VOLATILE: Final[dict[str, str]] = {
+    "/final_state/episode_id": "the environment draws a new episode id each time",
+    "/exchanges/*/result/error/errors/*/url": (
+        "this address names a page about the error and holds the version of pydantic"
+    ),
+}
+"""Places that change with no change of behaviour, and why."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +59,7 @@ def find_drift(
         ignored: Pointers that may differ, with everything below them.
     """
     for pointer in differences(captured, live, at):
-        if any(pointer == i or pointer.startswith(i + "/") for i in ignored):
+        if any(covers(exemption, pointer) for exemption in ignored):
             continue
         tokens = pointer[len(at) :].split("/")[1:]
         expected, found = _walk(captured, tokens), _walk(live, tokens)
@@ -56,6 +71,25 @@ def find_drift(
             found_absent=found is _ABSENT,
         )
     return None
+
+
+def covers(exemption: str, pointer: str) -> bool:
+    """Say whether a place is exempt, or below one that is.
+
+    Args:
+        exemption: A JSON Pointer in which ``*`` stands for any index of an array.
+        pointer: The place.
+    """
+    wanted, found = exemption.split("/"), pointer.split("/")
+    return len(wanted) <= len(found) and all(
+        w == f or (w == "*" and f.isdecimal())
+        for w, f in zip(wanted, found, strict=False)
+    )
+
+
+def is_volatile(pointer: str) -> bool:
+    """Say whether a place is known to change with no change of behaviour."""
+    return any(covers(place, pointer) for place in VOLATILE)
 
 
 def result_document(result: ReplayExchangeResult | Observation) -> JsonValue:

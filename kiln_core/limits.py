@@ -93,6 +93,8 @@ KEEPALIVE_MAX_SECONDS = 10.0
 CAPACITY_BACKOFF_SECONDS = 0.25
 CAPACITY_BACKOFF_MAX_SECONDS = 2.0
 CONTROL_PLANE_SECONDS = 180.0
+RECOVERY_SECONDS = 10.0
+"""Wait for an environment to answer again before a lost episode's next attempt."""
 EPISODE_RETRIES = 2
 """Fresh attempts of a candidate whose session was lost, by default."""
 

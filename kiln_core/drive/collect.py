@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import anyio
 import msgspec
 
 from kiln_core.actions import ActionSchema
@@ -41,12 +40,12 @@ from kiln_core.drive.http import (
     environment_client,
     inspect_all,
 )
+from kiln_core.drive.recover import is_lost, recover
 from kiln_core.drive.request import CollectionRequest, EnvironmentTarget
 from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
 from kiln_core.episode import Ask, Episode, EpisodeGenerator, EpisodeSetup, run_episode
 from kiln_core.errors import (
     ContextOverflow,
-    CredentialReflected,
     InvalidActionSchema,
     KilnError,
     PolicyError,
@@ -74,10 +73,6 @@ from kiln_core.selection import selector_for
 from kiln_core.session import Close, Event, Reset
 
 __all__ = ["CollectionRequest", "EnvironmentTarget", "collect", "select_training"]
-
-RETRY_SECONDS = 0.25
-"""Pause before a lost candidate is collected again; doubles with every attempt."""
-RETRY_MAX_SECONDS = 10.0
 
 
 class _Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,8 +341,7 @@ class _Collection:
                     f"group {setting.group_index} candidate {candidate_index}: "
                     f"{error.message}; collecting it again from reset"
                 )
-                pause = RETRY_SECONDS * 2 ** (attempt - 1)
-                await anyio.sleep(min(pause, RETRY_MAX_SECONDS))
+                await recover(stage.client, attempt, self.times.recovery_seconds)
         if episode.protocol_error_code == "SESSION_ERROR":
             self.observer.warning(
                 f"{stage.client.base_url} ended episodes with SESSION_ERROR: directly "
@@ -369,10 +363,8 @@ class _Collection:
 
     def _again(self, error: KilnError, attempts: int) -> bool:
         """Say whether a lost session, or one refused before it began, is retried."""
-        return (
-            isinstance(error, TransportError | SessionRefused)
-            and not isinstance(error, CredentialReflected)
-            and attempts <= self.controls.episode_retries
+        return attempts <= self.controls.episode_retries and (
+            is_lost(error) or isinstance(error, SessionRefused)
         )
 
     async def _attempt(

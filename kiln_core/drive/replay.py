@@ -9,6 +9,7 @@ on, so that the outcome tells how much drifted.
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from shlex import quote
 from typing import Final, Literal
 
 import msgspec
@@ -17,7 +18,7 @@ from msgspec import UnsetType
 from kiln_core import limits
 from kiln_core.actions import ActionSchema
 from kiln_core.canonical import JsonValue, Record, canonical_bytes
-from kiln_core.compare import Drift, find_drift
+from kiln_core.compare import VOLATILE, Drift, covers, find_drift, is_volatile
 from kiln_core.discovery import ensure_unchanged, environment_url
 from kiln_core.drive.acquire import acquire
 from kiln_core.drive.concurrency import task_group
@@ -27,9 +28,16 @@ from kiln_core.drive.http import (
     environment_client,
     inspect_all,
 )
+from kiln_core.drive.recover import is_lost, recover
 from kiln_core.drive.websocket import EnvironmentSession, SessionTimes
-from kiln_core.episode import Ask, EpisodeSetup, Request, run_episode
-from kiln_core.errors import ReplayDrift, UsageError
+from kiln_core.episode import (
+    Ask,
+    EpisodeGenerator,
+    EpisodeSetup,
+    Request,
+    run_episode,
+)
+from kiln_core.errors import KilnError, ReplayDrift, UsageError
 from kiln_core.limits import Lease, RetainedBudget
 from kiln_core.manifest import ObservationResult, ReplayCandidate, ReplayGroup
 from kiln_core.ports import Observer, PolicyReply, Silent
@@ -50,7 +58,7 @@ from kiln_core.verify import VerifiedBundle
 __all__ = ["ReplayOutcome", "ReplayRequest", "replay_bundle", "require_no_drift"]
 
 OUTCOME_SCHEMA: Final = "kiln.openenv-replay-outcome.v1"
-EPISODE_ID: Final = "/final_state/episode_id"
+EXAMPLE: Final = "/final_state/episode_id"
 MAX_SHOWN: Final = 300
 
 
@@ -72,8 +80,8 @@ class ReplayOutcome(Record, frozen=True, kw_only=True):
     report: ReplayRunReport | None
     """Exists only on exact success without an exemption."""
     first_drift: CandidateDrift | None
-    """Of the first drifted candidate; one that drew a new episode id, and differs in
-    nothing else, comes after all others."""
+    """Of the first drifted candidate; one that differs in volatile places alone, such
+    as a new episode id, comes after all others."""
     drifted_candidates: int
     ignored_pointers: list[str]
 
@@ -87,7 +95,10 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 4
     capacity_wait_seconds: float = 300.0
     ignored_pointers: tuple[str, ...] = ()
-    """Pointers relative to a candidate that may differ, with all below them."""
+    """Pointers relative to a candidate that may differ, with all below them; ``*``
+    stands for any index."""
+    episode_retries: int = limits.EPISODE_RETRIES
+    """Fresh attempts of a candidate whose session was lost."""
 
 
 class _Drifted(Exception):
@@ -111,9 +122,13 @@ class _Candidate:
         self.captured = captured
         self.ignored = ignored
         self.steps = 0
+        self._volatile: Drift | None = None
 
     async def play(
-        self, setup: EpisodeSetup, session: EnvironmentSession, answer: Event
+        self,
+        generator: EpisodeGenerator,
+        session: EnvironmentSession,
+        answer: Event,
     ) -> None:
         """Play it to its end.
 
@@ -121,7 +136,6 @@ class _Candidate:
             _Drifted: An answer differs.
         """
         self._compare(self.group.reset_observation, answer, "/reset_observation")
-        generator = run_episode(setup, Lease(RetainedBudget()))
         next(generator)
         response: Event | PolicyReply | None = answer
         try:
@@ -179,17 +193,17 @@ class _Candidate:
                     found="the episode is over",
                 )
             )
+        if self._volatile is not None:
+            raise _Drifted(self._volatile)
 
     def _compare(self, captured: object, event: Event, at: str) -> None:
         expected, found = msgspec.to_builtins(captured), _document(event)
-        exemptions = [self.ignored]
-        if EPISODE_ID.startswith(f"{at}/"):
-            # A new episode id says little, so it hides no other difference.
-            exemptions.insert(0, self.ignored | {EPISODE_ID})
-        for ignored in exemptions:
-            drift = find_drift(expected, found, at, ignored)
-            if drift is not None:
-                raise _Drifted(drift)
+        drift = find_drift(expected, found, at, self.ignored | VOLATILE.keys())
+        if drift is not None:
+            raise _Drifted(drift)
+        # A volatile place says little, so it hides no other difference.
+        if self._volatile is None:
+            self._volatile = find_drift(expected, found, at, self.ignored)
 
 
 class _Replay:
@@ -206,6 +220,7 @@ class _Replay:
             ActionSchema(captured.schema.action)
             for captured in self.replay.environments
         ]
+        self.budget = RetainedBudget()
         self.drifts: list[CandidateDrift] = []
         self.capacity_retries = 0
         self.completed = 0
@@ -232,12 +247,56 @@ class _Replay:
     async def _candidate(
         self, client: EnvironmentClient, group: ReplayGroup, captured: ReplayCandidate
     ) -> None:
+        """Replay a candidate, again from reset when its session is lost.
+
+        Raises:
+            KilnError: Its last attempt failed; ``details`` say which candidate.
+        """
+        attempt = 0
+        while True:
+            try:
+                await self._attempt(client, group, captured)
+                break
+            except _Drifted as found:
+                self.drifts.append(_record(group, captured, found.drift))
+                break
+            except KilnError as error:
+                attempt += 1
+                error.details |= {
+                    "group_index": group.group_index,
+                    "candidate_index": captured.candidate_index,
+                    "attempts": attempt,
+                }
+                if attempt > self.request.episode_retries or not is_lost(error):
+                    raise
+                self.observer.warning(
+                    f"group {group.group_index} candidate {captured.candidate_index}: "
+                    f"{error.message}; replaying it again from reset"
+                )
+                await recover(client, attempt, self.times.recovery_seconds)
+        self.completed += 1
+        self.observer.rollout(
+            self.completed,
+            self.request.bundle.summary.rollout_count,
+            captured.episode_return,
+        )
+
+    async def _attempt(
+        self, client: EnvironmentClient, group: ReplayGroup, captured: ReplayCandidate
+    ) -> None:
+        """Replay a candidate in one session.
+
+        Raises:
+            _Drifted: An answer differs.
+        """
         candidate = _Candidate(
             group,
             captured,
             self.request.bundle.summary.behavior_policy,
             frozenset(self.request.ignored_pointers),
         )
+        # what is exempt from comparison has no bound but this one
+        lease = Lease(self.budget)
         try:
             async with acquire(
                 client,
@@ -246,15 +305,10 @@ class _Replay:
                 self.times,
             ) as (session, answer, retries):
                 self.capacity_retries += retries
-                await candidate.play(self._setup(group), session, answer)
-        except _Drifted as found:
-            self.drifts.append(_record(group, captured, found.drift))
-        self.completed += 1
-        self.observer.rollout(
-            self.completed,
-            self.request.bundle.summary.rollout_count,
-            captured.episode_return,
-        )
+                generator = run_episode(self._setup(group), lease)
+                await candidate.play(generator, session, answer)
+        finally:
+            lease.close()
 
     def _setup(self, group: ReplayGroup) -> EpisodeSetup:
         summary = self.request.bundle.summary
@@ -300,8 +354,8 @@ async def replay_bundle(
         times: Deadlines of sessions.
 
     Raises:
-        UsageError: The request is out of bounds, or its credentials do not align
-            with the environments.
+        UsageError: The request is out of bounds, or its credentials are not of the
+            environments it was captured from; nothing is contacted then.
         IdentityDrift: A live environment is not the captured one.
         TransportError: An environment or session could not be reached to the end.
         ProtocolError: An environment broke the protocol.
@@ -311,12 +365,7 @@ async def replay_bundle(
     times = times or SessionTimes()
     run = _Replay(request, times, observer or Silent())
     captured = run.replay.environments
-    credentials = request.credentials or (None,) * len(captured)
-    if len(credentials) != len(captured):
-        raise UsageError(
-            f"{len(credentials)} credentials for {len(captured)} environments; "
-            "give one per environment, or none"
-        )
+    credentials = _aligned(request)
     async with AsyncExitStack() as stack:
         clients = [
             await stack.enter_async_context(
@@ -333,7 +382,7 @@ async def replay_bundle(
         await run.run(clients)
     drifts = sorted(
         run.drifts,
-        key=lambda d: (d.pointer == EPISODE_ID, d.group_index, d.candidate_index),
+        key=lambda d: (is_volatile(d.pointer), d.group_index, d.candidate_index),
     )
     exact = not drifts and not request.ignored_pointers
     return ReplayOutcome(
@@ -351,12 +400,46 @@ def _check_request(request: ReplayRequest) -> None:
             f"concurrency must be 1 to {limits.MAX_CONCURRENCY}, "
             f"not {request.concurrency}"
         )
+    if not 0 <= request.episode_retries <= limits.MAX_EPISODE_RETRIES:
+        raise UsageError(
+            f"episode retries must be 0 to {limits.MAX_EPISODE_RETRIES}, "
+            f"not {request.episode_retries}"
+        )
     for pointer in request.ignored_pointers:
         if not pointer.startswith("/"):
             raise UsageError(
                 f"{pointer!r} is not a JSON Pointer into a candidate",
-                hint=f"give one such as {EPISODE_ID}",
+                hint=f"give one such as {EXAMPLE}",
             )
+
+
+def _aligned(request: ReplayRequest) -> tuple[Credential | None, ...]:
+    """Return a credential or None per environment, of the method that was captured.
+
+    Raises:
+        UsageError: They do not align, or one has another method.
+    """
+    captured = request.bundle.replay.environments
+    credentials = request.credentials or (None,) * len(captured)
+    if len(credentials) != len(captured):
+        raise UsageError(
+            f"{len(credentials)} credentials for {len(captured)} environments; "
+            "give one per environment, or none"
+        )
+    for environment, credential in zip(captured, credentials, strict=True):
+        identity = environment.identity
+        if (credential is None) == (identity.authentication == "none"):
+            continue
+        needed = "with a bearer token, so its replay needs one"
+        if credential is not None:
+            needed = "without a credential, so its replay takes none"
+        raise UsageError(
+            f"{identity.base_url} was captured {needed}",
+            hint="give one --credential-env per environment, in order, with '-' for "
+            "one that was captured without",
+            environment=identity.base_url,
+        )
+    return credentials
 
 
 def require_no_drift(outcome: ReplayOutcome) -> None:
@@ -369,11 +452,9 @@ def require_no_drift(outcome: ReplayOutcome) -> None:
     if drift is None:
         return
     hint = None
-    if drift.pointer == EPISODE_ID:
-        hint = (
-            "the environment draws a new episode id each time; exempt it with "
-            f"--ignore-pointer {EPISODE_ID}"
-        )
+    for place, reason in VOLATILE.items():
+        if covers(place, drift.pointer):
+            hint = f"{reason}; exempt it with --ignore-pointer {quote(place)}"
     raise ReplayDrift(
         f"group {drift.group_index} candidate {drift.candidate_index} drifted at "
         f"{drift.pointer}: captured {drift.expected!r}, live {drift.found!r} "

@@ -69,15 +69,18 @@ class SessionTimes:
     Args:
         exchange_seconds: Of one command and its answer, and of connecting.
         http_seconds: Of one request of discovery, and of the health check.
+        recovery_seconds: In which a lost environment may come back.
     """
 
     def __init__(
         self,
         exchange_seconds: float = limits.EXCHANGE_SECONDS,
         http_seconds: float = limits.HTTP_TOTAL_SECONDS,
+        recovery_seconds: float = limits.RECOVERY_SECONDS,
     ) -> None:
         self.exchange_seconds = exchange_seconds
         self.http_seconds = http_seconds
+        self.recovery_seconds = recovery_seconds
         self.keepalive_seconds = min(
             max(exchange_seconds / 4, limits.KEEPALIVE_MIN_SECONDS),
             limits.KEEPALIVE_MAX_SECONDS,

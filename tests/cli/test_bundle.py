@@ -19,6 +19,7 @@ from tests.server.running import Running, running
 from tests.simulators.environment import (
     Simulator,
     default_documents,
+    drop,
     observation,
     state,
 )
@@ -338,3 +339,65 @@ def test_invalid_bundle_is_not_replayed(
 )
 def test_bad_flag_is_usage(cli: Cli, bundle: Path, flags: list[str]) -> None:
     assert cli(*REPLAY, *flags, "--json", code=2).error["code"] == "usage"
+
+
+def test_protected_bundle_needs_a_credential_before_any_connection(
+    cli: Cli,
+    target: list[str],
+    environment: Simulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ENV_TOKEN", "s3cret")
+    cli("openenv", "rollout", *target, "--credential-env", "ENV_TOKEN")
+    asked = len(environment.requests)
+    for flags in ((), ("--credential-env", "-")):
+        done = cli(*REPLAY, *flags, code=2)
+        assert done.err.splitlines()[0].startswith(
+            f"Error: {environment.url} was captured with a bearer token"
+        )
+        assert "--credential-env" in done.err.splitlines()[1]
+    assert len(environment.requests) == asked
+    monkeypatch.setenv("ENV_TOKEN", "rotated")
+    assert cli(*REPLAY, "--credential-env", "ENV_TOKEN", "--json").json["rollouts"]
+    assert environment.requests[-1].headers["Authorization"] == "Bearer rotated"
+
+
+def test_public_bundle_sends_no_credential(
+    cli: Cli, bundle: Path, environment: Simulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENV_TOKEN", "s3cret")
+    asked = len(environment.requests)
+    error = cli(*REPLAY, "--credential-env", "ENV_TOKEN", "--json", code=2).error
+    assert (error["code"], len(environment.requests)) == ("usage", asked)
+    assert "captured without a credential" in error["message"]
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_tampered_bundle_opens_no_socket(
+    cli: Cli, bundle: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offline verification is complete before anything is contacted."""
+    path = bundle.parent / name
+    path.write_bytes(path.read_bytes().replace(b"counter", b"counted", 1))
+    opened: list[object] = []
+
+    def refuse(self: object, address: object) -> None:
+        opened.append(address)
+        raise OSError
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect_ex", refuse)
+    assert cli(*REPLAY, "--json", code=1).error["code"] == "invalid_bundle"
+    assert opened == []
+
+
+def test_lost_sessions_are_no_drift_and_are_tried_again(
+    cli: Cli, bundle: Path, environment: Simulator
+) -> None:
+    captured = len(environment.peers)
+    environment.script = lambda n: {"step": drop} if n == captured else {}
+    done = cli(*REPLAY)
+    assert done.err.count("replaying it again from reset") == 1
+    environment.script = {"step": drop}
+    error = cli(*REPLAY, "--episode-retries", "0", "--json", code=2).error
+    assert error["code"] == "session_lost"

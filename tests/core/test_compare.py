@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kiln_core.compare import Drift, find_drift, result_document
+from kiln_core.compare import Drift, covers, find_drift, is_volatile, result_document
 from kiln_core.manifest import Observation, ObservationResult
 
 CASES: list[tuple[Any, Any, str | None, Any, Any]] = [
@@ -103,3 +103,37 @@ def test_result_is_compared_as_the_document_it_was() -> None:
         "observation": {"observation": {"a": 1}, "reward": 1.0, "done": False},
     }
     assert result_document(observation)["reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("exemption", "pointer", "exempt"),
+    [
+        ("/a", "/a", True),
+        ("/a", "/a/b", True),
+        ("/a", "/ab", False),
+        ("/a/b", "/a", False),
+        ("/a/*/b", "/a/0/b", True),
+        ("/a/*/b", "/a/12/b/c", True),
+        ("/a/*/b", "/a/x/b", False),
+        ("/a/*/b", "/a/*/b", True),
+        ("/a/*", "/a", False),
+        ("/a/*/b", "/a/0", False),
+        ("/a~1b", "/a~1b/c", True),
+    ],
+)
+def test_star_stands_for_any_index(exemption: str, pointer: str, exempt: bool) -> None:
+    assert covers(exemption, pointer) is exempt
+
+
+@pytest.mark.parametrize(
+    ("pointer", "volatile"),
+    [
+        ("/final_state/episode_id", True),
+        ("/exchanges/3/result/error/errors/0/url", True),
+        ("/exchanges/3/result/error/errors/0/msg", False),
+        ("/exchanges/3/result/observation/observation/url", False),
+        ("/final_state/total", False),
+    ],
+)
+def test_volatile_places_are_two(pointer: str, volatile: bool) -> None:
+    assert is_volatile(pointer) is volatile

@@ -16,7 +16,7 @@ from kiln_core.ports import PolicyReply, PolicyRequest
 from kiln_core.scripted import ScriptedPolicy
 from kiln_core.verify import BundleBytes, VerifiedBundle, verify_bundle
 
-QUICK = SessionTimes(exchange_seconds=1.0)
+QUICK = SessionTimes(exchange_seconds=1.0, recovery_seconds=0.3)
 """Deadlines for tests in which nothing is slow on purpose."""
 
 

@@ -15,7 +15,7 @@ import pytest
 from kiln_core.bundle import Bundle
 from kiln_core.canonical import digest
 from kiln_core.contract import OpenEnvTrainingContract
-from kiln_core.drive import collect as collecting
+from kiln_core.drive import recover as recovering
 from kiln_core.drive.collect import CollectionRequest, collect
 from kiln_core.drive.websocket import SessionTimes
 from kiln_core.engine import GuideReport
@@ -80,8 +80,8 @@ TOKEN = "s3cret/token+A=="
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collecting, "RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(collecting, "RETRY_MAX_SECONDS", 0.02)
+    monkeypatch.setattr(recovering, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(recovering, "PAUSE_MAX_SECONDS", 0.02)
 
 
 async def gather(

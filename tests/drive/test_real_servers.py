@@ -26,7 +26,7 @@ from tests.drive.test_files import paths, summary_in
 
 pytestmark = pytest.mark.anyio
 
-TIMES = SessionTimes(exchange_seconds=5)
+TIMES = SessionTimes(exchange_seconds=5, recovery_seconds=1.0)
 
 POLICIES = {
     "counter": ScriptedPolicy(
@@ -149,7 +149,7 @@ async def test_server_that_stops_and_one_that_is_terminated(
     SIGSTOP leaves the sockets open and nothing answers; SIGTERM closes with 1012.
     """
     victim = real.stopped
-    times = SessionTimes(exchange_seconds=0.6, http_seconds=0.6)
+    times = SessionTimes(0.6, 0.6, recovery_seconds=0.1)
     stopped = await collected_while(
         victim.url, lambda: victim.process.send_signal(signal.SIGSTOP), times
     )

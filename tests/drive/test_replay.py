@@ -10,19 +10,23 @@ import msgspec
 import pytest
 
 from kiln_core.canonical import compact
+from kiln_core.drive import recover as recovering
 from kiln_core.drive.collect import CollectionRequest, collect
-from kiln_core.drive.http import Credential
+from kiln_core.drive.http import Credential, environment_client
 from kiln_core.drive.replay import (
     ReplayOutcome,
     ReplayRequest,
+    _Replay,
     replay_bundle,
     require_no_drift,
 )
 from kiln_core.drive.websocket import SessionTimes
 from kiln_core.errors import (
     CapacityExhausted,
+    CredentialReflected,
     IdentityDrift,
     KilnError,
+    LimitError,
     RemoteProtocolError,
     ReplayDrift,
     SessionLost,
@@ -55,6 +59,12 @@ from tests.simulators.environment import (
 pytestmark = pytest.mark.anyio
 
 TOKEN = "s3cret/token+A=="
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(recovering, "PAUSE_MAX_SECONDS", 0.02)
 
 
 async def capture(
@@ -466,6 +476,47 @@ async def test_new_episode_id_hides_no_other_drift_of_another_candidate() -> Non
     assert outcome.drifted_candidates == 6
 
 
+def validation_error(version: str, message: str = "too large") -> Handler:
+    problem = {
+        "type": "less_than_equal",
+        "loc": ["amount"],
+        "msg": message,
+        "url": f"https://errors.pydantic.dev/{version}/v/less_than_equal",
+    }
+    return says(error("VALIDATION_ERROR", errors=[{"url": "same"}, problem]))
+
+
+ERROR_URL = "/exchanges/*/result/error/errors/*/url"
+
+
+async def test_new_pydantic_is_drift_with_a_way_out() -> None:
+    """The address of an error's page holds pydantic's version: exact all the same."""
+    script = {"step 1": validation_error("2.13"), "step 3": validation_error("2.13")}
+    async with Simulator(script).serving() as server:
+        bundle = await capture(collection(server.url, max_steps=4), adds(1, 1, 1, 1))
+        server.script = {moment: validation_error("2.14") for moment in script}
+        outcome = await again(bundle)
+        assert pointer_of(outcome) == "/exchanges/0/result/error/errors/1/url"
+        with pytest.raises(ReplayDrift) as caught:
+            require_no_drift(outcome)
+        assert f"--ignore-pointer '{ERROR_URL}'" in caught.value.hint
+        assert "pydantic" in caught.value.hint
+        exempt = await again(bundle, ignored_pointers=(ERROR_URL,))
+        assert exempt.drifted_candidates == 0
+        require_no_drift(exempt)
+
+        # it hides no other difference: of the same answer, or of a later one
+        server.script = {moment: validation_error("2.14", "x") for moment in script}
+        assert pointer_of(await again(bundle)).endswith("/errors/1/msg")
+        server.script = {
+            "step 1": validation_error("2.14"),
+            "step 3": validation_error("2.14", "x"),
+        }
+        outcome = await again(bundle)
+        assert outcome.first_drift is not None
+        assert outcome.first_drift.pointer == "/exchanges/2/result/error/errors/1/msg"
+
+
 @pytest.mark.parametrize(
     ("ignored", "exempt"),
     [
@@ -559,6 +610,86 @@ async def test_environment_that_is_gone() -> None:
     assert "server is running" in caught.value.hint
 
 
+LOSSES: dict[str, Script] = {
+    "dropped at open": {"open": drop},
+    "dropped at reset": {"reset": drop},
+    "dropped at a step": {"step 2": drop},
+    "restart": {"step 1": closes(1012)},
+    "internal error": {"step 1": closes(1011)},
+    "state": {"state": closes(1000)},
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+async def test_lost_session_is_replayed_again(loss: str) -> None:
+    """A transport failure says nothing about the environment's behaviour."""
+    async with Simulator().serving() as server:
+        bundle = await capture(collection(server.url, groups=2))
+        captured = len(server.peers)
+        server.script = lambda n: LOSSES[loss] if n < captured + 2 else {}
+        notes = Notes()
+        with anyio.fail_after(10):
+            outcome = await replay_bundle(
+                ReplayRequest(bundle=bundle, concurrency=1), observer=notes, times=QUICK
+            )
+        assert len(server.peers) == captured + 4 + 2
+        assert await server.all_ended()
+    assert outcome.report is not None
+    assert (outcome.report.rollouts, outcome.drifted_candidates) == (4, 0)
+    assert outcome.report.capacity_retries == 0
+    assert notes.rollouts == 4
+    assert len(notes.warnings) == 2
+    assert "replaying it again from reset" in notes.warnings[0]
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+async def test_spent_attempts_end_a_replay(retries: int) -> None:
+    async with Simulator().serving() as server:
+        bundle = await capture(collection(server.url, group_size=1))
+        server.script = {"step 1": drop}
+        with pytest.raises(SessionLost) as caught:
+            await again(bundle, episode_retries=retries)
+        assert len(server.peers) == 1 + 1 + retries
+    assert caught.value.details["attempts"] == retries + 1
+    assert caught.value.details["group_index"] == 0
+    assert caught.value.details["candidate_index"] == 0
+
+
+async def test_reflected_credential_ends_a_replay_at_once() -> None:
+    async with Simulator().serving() as server:
+        bundle = await capture(collection(server.url, token=TOKEN, group_size=1))
+        server.script = {"step 1": says(observation(TOKEN))}
+        with pytest.raises(CredentialReflected):
+            await again(bundle, credentials=(Credential(TOKEN),))
+        assert len(server.peers) == 2
+
+
+@pytest.mark.parametrize("retries", [-1, 17])
+async def test_episode_retries_are_bounded(retries: int) -> None:
+    async with Simulator().serving() as server:
+        bundle = await capture(collection(server.url))
+        with pytest.raises(UsageError, match="episode retries must be 0 to 16"):
+            await again(bundle, episode_retries=retries)
+
+
+async def test_exempt_data_is_bounded_too() -> None:
+    """What need not be equal may be of any size, in as many sessions as there are."""
+    async with Simulator().serving() as server:
+        bundle = await capture(collection(server.url, group_size=8, concurrency=8))
+        server.script = {"step 1": says(observation("x" * 200_000))}
+        ignored = ("/exchanges", "/final_state")
+        run = _Replay(
+            ReplayRequest(bundle=bundle, concurrency=8, ignored_pointers=ignored),
+            QUICK,
+            Notes(),
+        )
+        run.budget.limit_bytes = 1_000_000
+        async with environment_client(server.url) as client:
+            with pytest.raises(LimitError, match="retained-data budget"):
+                await run.run([client])
+        assert run.budget.used_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("handler", "expected"),
     [
@@ -576,7 +707,7 @@ async def test_lost_or_broken_session_is_no_drift(
         bundle = await capture(collection(server.url))
         server.script = {"step 1": handler}
         with pytest.raises(expected):
-            await again(bundle)
+            await again(bundle, episode_retries=0)
         assert await server.all_ended()
 
 
@@ -626,16 +757,33 @@ async def test_credential_may_be_another_one() -> None:
         assert outcome.report is not None
         sent = {r.headers.get("Authorization") for r in server.requests[before:]}
         assert sent == {"Bearer rotated"}
-        with pytest.raises(IdentityDrift) as caught:
-            await again(bundle)
-    assert caught.value.details["changed"] == ["identity.authentication"]
 
 
-async def test_credential_for_a_public_capture_is_another_identity() -> None:
+@pytest.mark.parametrize("token", [None, TOKEN])
+async def test_credential_of_another_method_connects_nothing(
+    token: str | None,
+) -> None:
+    """None where there was one, or one where there was none: nothing is sent."""
     async with Simulator().serving() as server:
-        bundle = await capture(collection(server.url))
-        with pytest.raises(IdentityDrift):
-            await again(bundle, credentials=(Credential(TOKEN),))
+        bundle = await capture(collection(server.url, token=token))
+        before = len(server.requests)
+        other = Credential(TOKEN) if token is None else None
+        for credentials in ((other,), () if other is None else (other,)):
+            with pytest.raises(UsageError) as caught:
+                await again(bundle, credentials=credentials)
+        assert len(server.requests) == before
+    assert server.url in caught.value.message
+    assert "--credential-env" in caught.value.hint
+
+
+async def test_changed_method_of_the_live_side_is_drift() -> None:
+    """The client cannot differ any more, so identity is compared as a whole."""
+    async with Simulator().serving() as server:
+        bundle = await capture(collection(server.url, token=TOKEN))
+        server.change("/metadata", version="2")
+        with pytest.raises(IdentityDrift) as caught:
+            await again(bundle, credentials=(Credential("other"),))
+    assert "identity.metadata" in caught.value.details["changed"]
 
 
 async def test_credentials_must_align() -> None:
