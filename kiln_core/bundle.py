@@ -16,12 +16,11 @@ from typing import TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kiln_core import limits
+from kiln_core.artifact import Artifact, manifest_pieces
 from kiln_core.canonical import (
     JsonValue,
     Sha256,
     compact,
-    digest,
     digest_json,
     first_difference,
     pretty,
@@ -29,7 +28,7 @@ from kiln_core.canonical import (
 from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.discovery import CLIENT_PROFILE, EnvironmentInspection
 from kiln_core.episode import Episode
-from kiln_core.errors import EpisodeUnfit, LimitError, PolicyDrift, UsageError
+from kiln_core.errors import EpisodeUnfit, PolicyDrift, UsageError
 from kiln_core.manifest import (
     REPLAY_SCHEMA,
     Observation,
@@ -153,7 +152,9 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def summary_bytes(self) -> bytes:
         """The summary file."""
-        return bounded(pretty(self.summary), "the summary")
+        summary = Artifact("the summary")
+        summary.write(pretty(self.summary))
+        return summary.getvalue()
 
 
 def project_candidate(
@@ -298,50 +299,36 @@ def derive_bundle(facts: CollectionFacts, groups: Sequence[CollectedGroup]) -> B
         EpisodeUnfit: The returns have no finite mean.
         LimitError: A file would be over its bound.
     """
-    dataset = bounded(b"".join(group.line for group in groups), "the dataset")
-    replay = bounded(
-        pretty(
-            OpenEnvReplayManifest(
-                schema=REPLAY_SCHEMA,
-                client_profile=CLIENT_PROFILE,
-                dataset_sha256=digest(dataset),
-                protocol_error_reward=facts.controls.protocol_error_reward,
-                max_steps=facts.controls.max_steps,
-                environments=facts.environments,
-                groups=[group.replay for group in groups],
-            )
-        ),
-        "the replay manifest",
+    dataset = Artifact("the dataset")
+    dataset.write_all(group.line for group in groups)
+    manifest = OpenEnvReplayManifest(
+        schema=REPLAY_SCHEMA,
+        client_profile=CLIENT_PROFILE,
+        dataset_sha256=dataset.sha256,
+        protocol_error_reward=facts.controls.protocol_error_reward,
+        max_steps=facts.controls.max_steps,
+        environments=facts.environments,
+        groups=[],
     )
+    replay = Artifact("the replay manifest")
+    replay.write_all(manifest_pieces(manifest, [group.replay for group in groups]))
     records = [record for group in groups for record in group.records]
     if not math.isfinite(rollout_stats(records).mean_episode_return):
         raise EpisodeUnfit("the returns of a collection have no finite mean")
     bundle = Bundle(
-        dataset=dataset,
-        replay=replay,
+        dataset=dataset.getvalue(),
+        replay=replay.getvalue(),
         summary=_summary(facts, records, dataset, replay),
     )
-    bounded(bundle.summary_bytes, "the summary")
+    _ = bundle.summary_bytes  # refused here, before anything is published
     return bundle
 
 
-def bounded(data: bytes, what: str) -> bytes:
-    """Return the bytes of an artifact.
-
-    Raises:
-        LimitError: They are over ``limits.MAX_ARTIFACT_BYTES``.
-    """
-    if len(data) > limits.MAX_ARTIFACT_BYTES:
-        raise LimitError(
-            f"{what} would be {len(data)} bytes, over the bound of "
-            f"{limits.MAX_ARTIFACT_BYTES}",
-            hint="collect fewer or shorter rollouts",
-        )
-    return data
-
-
 def _summary(
-    facts: CollectionFacts, records: list[RolloutRecord], dataset: bytes, replay: bytes
+    facts: CollectionFacts,
+    records: list[RolloutRecord],
+    dataset: Artifact,
+    replay: Artifact,
 ) -> OpenEnvRolloutSummary:
     controls, policy = facts.controls, facts.behavior_policy
     budget = controls.thinking_budget_tokens
@@ -369,10 +356,10 @@ def _summary(
         output_path=str(facts.paths.dataset),
         replay_output_path=str(facts.paths.replay),
         summary_output_path=str(facts.paths.summary),
-        dataset_sha256=digest(dataset),
-        dataset_bytes=len(dataset),
-        replay_sha256=digest(replay),
-        replay_bytes=len(replay),
+        dataset_sha256=dataset.sha256,
+        dataset_bytes=dataset.size_bytes,
+        replay_sha256=replay.sha256,
+        replay_bytes=replay.size_bytes,
         stats=rollout_stats(records),
         rollouts=records,
         training_selection=_or_unset(facts.training_selection),

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import msgspec
 
 from kiln_core.actions import ActionSchema
+from kiln_core.artifact import Artifact
 from kiln_core.bundle import (
     Bundle,
     Candidate,
@@ -160,6 +161,7 @@ class _Collection:
         self.budget = budget or RetainedBudget()
         self.times = times or SessionTimes()
         self.completed = 0
+        self.dataset = Artifact("the dataset")
 
     @property
     def thinking(self) -> bool:
@@ -456,6 +458,7 @@ class _Collection:
             lease.close()
         running.lease.close()
         running.finished.clear()
+        self.dataset.reserve(len(group.line))
         self.budget.charge(
             len(group.line) + len(compact(group.replay)) + len(compact(group.records)),
             "a group",

@@ -11,7 +11,6 @@ from kiln_core.bundle import (
     BundlePaths,
     Candidate,
     assemble_group,
-    bounded,
     derive_bundle,
     project_candidate,
 )
@@ -239,9 +238,6 @@ def test_file_over_its_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(limits, "MAX_ARTIFACT_BYTES", 3)
     with pytest.raises(LimitError, match="the summary"):
         _ = bundle.summary_bytes
-    assert bounded(b"abc", "it") == b"abc"
-    with pytest.raises(LimitError, match="it would be 4 bytes"):
-        bounded(b"abcd", "it")
 
 
 def test_path_that_no_summary_can_name_is_refused() -> None:

@@ -12,11 +12,17 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from kiln_core.bundle import Bundle
-from kiln_core.canonical import digest
+from kiln_core import limits
+from kiln_core.bundle import Bundle, CollectedGroup
+from kiln_core.canonical import compact, digest
 from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.drive import recover as recovering
-from kiln_core.drive.collect import CollectionRequest, collect
+from kiln_core.drive.collect import (
+    CollectionRequest,
+    _Collection,
+    _Running,
+    collect,
+)
 from kiln_core.drive.websocket import SessionTimes
 from kiln_core.engine import GuideReport
 from kiln_core.errors import (
@@ -693,6 +699,87 @@ async def test_large_observations_hit_the_budget_in_the_episode() -> None:
             collection(server.url), adds(1), budget=RetainedBudget(80_000)
         )
     assert isinstance(over, LimitError)
+
+
+async def test_budget_is_reconciled_after_each_compaction() -> None:
+    """Candidates are moved into their group: what is charged is what is kept."""
+    kept: list[tuple[int, int]] = []
+    async with Simulator().serving() as server:
+        request = collection(server.url, groups=3, group_size=3, concurrency=1)
+        run = _Collection(request, adds(1, 3), Notes(), None, QUICK)
+        compacted = run._group
+
+        def group(running: _Running) -> CollectedGroup:
+            leases = [lease.used_bytes for _, lease in running.finished]
+            charged = run.budget.used_bytes
+            assert charged == running.lease.used_bytes + sum(leases) + sum(
+                size for size, _ in kept
+            )
+            done = compacted(running)
+            assert running.finished == []
+            size_bytes = sum(
+                len(compact(part)) for part in (done.replay, done.records)
+            ) + len(done.line)
+            kept.append((size_bytes, len(done.line)))
+            assert run.budget.used_bytes == sum(size for size, _ in kept)
+            return done
+
+        run._group = group  # type: ignore[method-assign]
+        async with run.clients() as clients:
+            stages = await run.inspect(clients)
+            groups = await run.roll_out(stages)
+    assert len(groups) == len(kept) == 3
+    assert run.budget.used_bytes == sum(size for size, _ in kept)
+    assert run.dataset.size_bytes == sum(line for _, line in kept)
+
+
+ARRIVALS: dict[str, tuple[Script, str]] = {
+    "observation": ({"step": says(observation("x" * 30_000))}, "an exchange"),
+    "error": ({"step": says(error("EXECUTION_ERROR", "x" * 30_000))}, "an exchange"),
+    "final state": ({"state": says(state("x" * 30_000))}, "a final state"),
+    "reset data": (
+        {"reset": says(observation("x" * 30_000))},
+        "a reset observation",
+    ),
+}
+
+
+@pytest.mark.parametrize("arrival", ARRIVALS)
+async def test_everything_is_charged_on_arrival(arrival: str) -> None:
+    """The session is ended there: nothing more is asked for, nothing is left over."""
+    script, what = ARRIVALS[arrival]
+    budget = RetainedBudget(25_000)
+    async with Simulator(script).serving() as server:
+        request = collection(server.url, group_size=1, concurrency=1)
+        over = await failure(request, adds(1, 3), budget=budget)
+        assert await server.all_ended()
+        assert len(server.peers) == 1
+    assert isinstance(over, LimitError)
+    assert f"keeping {what} would exceed the retained-data budget" in over.message
+    assert budget.used_bytes < 1_000
+
+
+async def test_reply_is_charged_on_arrival() -> None:
+    policy = ScriptedPolicy([['{"amount":1}' + " " * 30_000]])
+    async with Simulator().serving() as server:
+        request = collection(server.url, group_size=1)
+        over = await failure(request, policy, budget=RetainedBudget(25_000))
+        assert server.peers[0].commands[:2] != ["reset", "step"]
+    assert isinstance(over, LimitError)
+    assert "keeping an action would" in over.message
+
+
+async def test_dataset_over_its_bound_ends_a_collection_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "MAX_ARTIFACT_BYTES", 10_000)
+    async with Simulator().serving() as server:
+        over = await failure(
+            collection(server.url, groups=40, concurrency=1), adds(1, 3)
+        )
+        assert len(server.peers) < 40
+    assert isinstance(over, LimitError)
+    assert over.message == "the dataset would cross the bound of 10000 bytes"
 
 
 # Identities
