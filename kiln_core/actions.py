@@ -161,14 +161,30 @@ def _compile(schema: JsonValue) -> _Validator:
             pattern_options=RegexOptions(size_limit=limits.MAX_PATTERN_BYTES),
         )
         validator.is_valid({})
+    except ValidationError as error:
+        invalid = _no_schema(error)
+        raise invalid from error
     except Exception as error:
         # a boundary: whatever the compiler throws at hostile input means the same
         raise InvalidActionSchema(
-            "the action schema cannot be compiled without fetching or guessing",
-            hint="publish a self-contained JSON Schema with linear-time patterns",
-            reason=type(error).__name__,
+            "the action schema cannot be compiled", reason=type(error).__name__
         ) from error
     return validator
+
+
+def _no_schema(error: ValidationError) -> InvalidActionSchema:
+    """Return what a schema is refused for: keyword and place, never its values."""
+    keyword = _bounded(str(error.kind.name))
+    pointer = _bounded(_pointer(error.instance_path))
+    if keyword == "$ref":
+        what = "refers to a document outside itself"
+    elif keyword == "format":
+        what = f"has a pattern that is none or does not run in linear time at {pointer}"
+    else:
+        what = f"is no valid JSON Schema at {pointer or '$'} ({keyword})"
+    return InvalidActionSchema(
+        f"the action schema {what}", keyword=keyword, pointer=pointer
+    )
 
 
 def _unfenced(text: str) -> str:

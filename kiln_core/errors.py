@@ -250,12 +250,17 @@ class EpisodeUnfit(EnvironmentFault):
     """Episodes of this environment cannot form GRPO groups."""
 
     code = "environment_unfit"
+    default_hint = "look at what its reset and its rewards are for these reset options"
 
 
 class InvalidActionSchema(EnvironmentFault):
     """The advertised action schema cannot be compiled, or not safely."""
 
     code = "environment_action_schema_invalid"
+    default_hint = (
+        "publish a self-contained JSON Schema within the documented bounds, whose "
+        "patterns run in linear time"
+    )
 
 
 class TaskApiUnsupported(EnvironmentFault):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -440,10 +441,76 @@ HOSTILE: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("schema", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_schema_is_refused(schema: Any) -> None:
-    with pytest.raises(InvalidActionSchema):
-        ActionSchema(schema)
+REASONS: dict[str, str] = {
+    "is not a JSON Schema": "no schema/a list/a string/a number",
+    "is no valid JSON Schema at /type (anyOf)": "unknown type",
+    "is no valid JSON Schema at /properties (type)": "bad keyword",
+    "is no valid JSON Schema at /minLength (minimum)": "negative length",
+    "is no valid JSON Schema at /maxProperties (type)": "fraction as length",
+    "has a pattern that is none or does not run in linear time at /pattern": (
+        "bad pattern/huge pattern/slow pattern"
+    ),
+    "does not run in linear time at /properties/x/pattern": "lookaround/backreference",
+    "has over 64 patterns": "many patterns/many slow patterns",
+    "refers to a document outside itself": (
+        "remote reference/remote reference in a member/remote reference not used/"
+        "relative reference/relative reference to an id/file reference/urn reference/"
+        "remote dynamic reference/remote metaschema"
+    ),
+    "refers to what is not there": (
+        "reference to nothing/reference to no anchor/reference through a scalar/"
+        "reference past a list/reference into a list by name"
+    ),
+    "expands without bound": (
+        "self reference/self reference by combinators/self reference by escapes/"
+        "self reference by anchor/self reference by dynamic anchor/"
+        "self reference of 2019/self reference by dependents/mutual references/"
+        "doubling in place/doubling by escapes/doubling by dependents/"
+        "doubling by conditions/doubling by revisits/doubling of draft 7/"
+        "revisits without references"
+    ),
+    "share an anchor": "twin anchors",
+    "has its own $id": (
+        "moved base/path through a moved base/moved base of draft 4/moved dialect"
+    ),
+    "chains over 128 references": "chain of 900 references/chain of 8000 references",
+    "nests deeper than 64 levels": "deep/very deep",
+    "is over 262144 bytes": "large",
+    "has over 10000 parts": "many parts",
+    "has no JSON form": "no number/no text",
+}
+"""The reason that is told, and the rows it is told for."""
+
+
+def test_every_hostile_schema_has_its_reason() -> None:
+    named = [name for names in REASONS.values() for name in names.split("/")]
+    assert sorted(named) == sorted(HOSTILE)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [(name, reason) for reason, names in REASONS.items() for name in names.split("/")],
+)
+def test_hostile_schema_is_refused_in_time_with_the_reason(
+    name: str, reason: str
+) -> None:
+    with pytest.raises(InvalidActionSchema, match=re.escape(reason)) as caught:
+        ActionSchema(HOSTILE[name])
+    assert caught.value.hint
+
+
+def test_reason_of_a_refusal_holds_no_value_of_the_schema() -> None:
+    canary = "canary-7f3a"
+    for schema in (
+        {"type": canary},
+        {"properties": {"x": {"pattern": f"(?={canary})"}}},
+        {"$defs": {"a": {"$ref": f"https://h/{canary}"}}},
+        {"$schema": f"https://h/{canary}"},
+        {"properties": {"x": {"minLength": [canary]}}},
+    ):
+        with pytest.raises(InvalidActionSchema) as caught:
+            ActionSchema(schema)
+        assert canary not in str(caught.value.document())
 
 
 def deep(levels: int, key: str = "x", leaf: Any = None) -> Any:

@@ -243,11 +243,25 @@ class Peer:
         assert self._request.transport is not None
         self._request.transport.write(data)
 
+    async def write_slowly(self, data: bytes, pause_seconds: float) -> None:
+        """Put bytes on the wire one at a time, until the client is gone."""
+        with suppress(ConnectionError):
+            for byte in data:
+                self.write(bytes([byte]))
+                await asyncio.sleep(pause_seconds)
+
+    async def flood(self, frame: bytes, times: int) -> None:
+        """Put the same bytes on the wire, no faster than they are taken."""
+        with suppress(ConnectionError):
+            for _ in range(times):
+                self.write(frame * 100)
+                await asyncio.sleep(0)
+
     async def ping(self) -> None:
         await self._socket.ping()
 
-    async def close(self, code: int) -> None:
-        await self._socket.close(code=code)
+    async def close(self, code: int, reason: str = "") -> None:
+        await self._socket.close(code=code, message=reason.encode())
 
     def drop(self) -> None:
         """End the connection without a word (RST)."""
@@ -426,6 +440,7 @@ class Simulator:
         base_path: Prefix of every route.
         idle_seconds: Sessions without a command for so long are closed with 1011, as
             by servers that need application traffic.
+        upgrade_headers: Sent with every accepted upgrade, whatever was asked for.
 
     Attributes:
         documents: What each route answers; a route without one is 404.
@@ -443,7 +458,9 @@ class Simulator:
         full: Literal["frame", "upgrade", "close"] = "frame",
         base_path: str = "",
         idle_seconds: float | None = None,
+        upgrade_headers: Mapping[str, str] | None = None,
     ) -> None:
+        self.upgrade_headers = upgrade_headers or {}
         self.idle_seconds = idle_seconds
         self.script = script or {}
         self.max_sessions = max_sessions
@@ -562,6 +579,7 @@ class Simulator:
         if is_full and self.full == "upgrade":
             return web.Response(status=503)
         ws = web.WebSocketResponse(autoping=False, max_msg_size=0, timeout=0.5)
+        ws.headers.update(self.upgrade_headers)
         await ws.prepare(request)
         if is_full:
             await self._turn_away(ws)
