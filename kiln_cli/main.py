@@ -22,7 +22,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from kiln_cli.render import Interrupted, document, note
+from kiln_cli.render import Interrupted, document, flat, note
 from kiln_core import errors
 from kiln_core.errors import KilnError, MissingExtra, UsageError
 
@@ -342,9 +342,9 @@ class _CommandLine:
             with suppress(OSError):
                 document(told)
             return
-        note(error.message if code else f"Error: {_placed(error)}")
+        note(flat(error.message if code else f"Error: {_placed(error)}"))
         if error.hint:
-            note(f"Hint: {error.hint}")
+            note(flat(f"Hint: {error.hint}"))
 
     @property
     def _command(self) -> str:

@@ -16,7 +16,16 @@ import click
 from kiln_core.canonical import compact
 from kiln_core.ports import Observer, Silent
 
-__all__ = ["Interrupted", "document", "facts", "note", "plain", "progress", "say"]
+__all__ = [
+    "Interrupted",
+    "document",
+    "facts",
+    "flat",
+    "note",
+    "plain",
+    "progress",
+    "say",
+]
 
 PLAIN_STEPS = 10
 """Plain progress says where it stands this many times."""
@@ -45,14 +54,18 @@ def facts(rows: list[tuple[str, object]]) -> None:
     """Print named facts, aligned."""
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
-        text = str(value).replace("\n", "\\n")
-        say(f"{name.ljust(width)}  {text}")
+        say(f"{name.ljust(width)}  {flat(str(value))}")
 
 
 def note(text: str) -> None:
     """Tell a person something on stderr, if anybody is there."""
     with suppress(OSError, ValueError):
         click.echo(plain(text), err=True)
+
+
+def flat(text: str) -> str:
+    """Return text as one line, so that none of it can pass for another message."""
+    return text.replace("\n", "\\n")
 
 
 def plain(text: str) -> str:
@@ -87,7 +100,7 @@ class PlainProgress:
         """Print a warning, once."""
         if text not in self._warned:
             self._warned.add(text)
-            note(f"Warning: {text}")
+            note(f"Warning: {flat(text)}")
 
     def _tell(self, completed: int, total: int, what: str) -> None:
         share = completed * PLAIN_STEPS // max(total, 1)
@@ -127,7 +140,7 @@ class BarProgress:
         """Print a warning above the bar, once."""
         if text not in self._warned:
             self._warned.add(text)
-            shown = plain(f"Warning: {text}")
+            shown = plain(f"Warning: {flat(text)}")
             self._bars.console.print(shown, style="yellow", markup=False)
 
     def _move(self, completed: int, total: int, what: str) -> None:

@@ -21,6 +21,7 @@ from tests.simulators.environment import (
     default_documents,
     drop,
     observation,
+    says,
     state,
 )
 
@@ -401,3 +402,16 @@ def test_lost_sessions_are_no_drift_and_are_tried_again(
     environment.script = {"step": drop}
     error = cli(*REPLAY, "--episode-retries", "0", "--json", code=2).error
     assert error["code"] == "session_lost"
+
+
+def test_hostile_text_of_a_drift_does_not_reach_the_terminal(
+    cli: Cli, bundle: Path, environment: Simulator
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m\nError: all is well"
+    environment.script = {"reset": says(observation({hostile: hostile, "total": 0}))}
+    done = cli(*REPLAY, code=1)
+    assert "drifted at /reset_observation/observation/" in done.err
+    assert all(char.isprintable() or char == "\n" for char in done.out + done.err)
+    errors = [line for line in done.err.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("Error: group 0 candidate 0 drifted at ")

@@ -89,3 +89,10 @@ def test_text_is_shown_without_what_terminals_obey() -> None:
         "a\\x1b[1mb\\rc\\td\\u2028e\nf\\xa0g"
     )
     assert render.plain("größe ☃ 雪") == "größe ☃ 雪"
+
+
+def test_warning_of_many_lines_cannot_pass_for_another_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    render.PlainProgress().warning("odd\nError: all is well\x1b[2J")
+    assert capsys.readouterr().err == ("Warning: odd\\nError: all is well\\x1b[2J\n")

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import click
 import pytest
 
-from kiln_core.canonical import read_record
+from kiln_cli.rollout import rollout
+from kiln_cli.train import train
+from kiln_core import limits
+from kiln_core.canonical import digest_json, read_record
 from kiln_core.receipt import OpenEnvRolloutSummary
+from kiln_core.verify import read_summary
 from tests.cli.conftest import OUTPUTS, Cli, files_in
 from tests.cli.test_inspect import refused_port, web_server
 from tests.server.running import Running, running
-from tests.simulators.environment import Simulator, document, refuses
+from tests.simulators.environment import (
+    Simulator,
+    document,
+    error,
+    observation,
+    refuses,
+    says,
+)
 
 ROLLOUT = ("openenv", "rollout")
 
@@ -363,3 +376,203 @@ def test_what_an_outcome_suggests_is_a_warning(
     assert "kiln train sft" in warnings[1]
     done = cli(*ROLLOUT, *target, "--max-recoverable-errors", "0", "--json", "--force")
     assert done.err == ""
+
+
+# The documented flags
+
+FLAGS: dict[str, tuple[object, bool]] = {
+    "--environment": (None, True),
+    "--credential-env": (None, True),
+    "--url": ("http://localhost:8420", False),
+    "--adapter": ("base", False),
+    "--groups": (8, False),
+    "--group-size": (4, False),
+    "--seed-start": (0, False),
+    "--reset-options": (None, False),
+    "--environment-reset-options": (None, True),
+    "--max-steps": (8, False),
+    "--concurrency": (4, False),
+    "--max-action-tokens": (256, False),
+    "--thinking-budget-tokens": (None, False),
+    "--temperature": (1.0, False),
+    "--thinking": ("true", False),
+    "--protocol-error-reward": (-1.0, False),
+    "--max-recoverable-errors": (3, False),
+    "--capacity-wait-seconds": (300, False),
+    "--output": ("openenv.rollouts.jsonl", False),
+    "--replay-output": ("openenv.replay.json", False),
+    "--summary-output": ("openenv.rollout-summary.json", False),
+}
+"""Default, and whether it is repeated."""
+BEYOND = {"--episode-retries": 2, "--unguided": False, "--force": False}
+TRAINING: dict[str, object] = {
+    "--output-adapter": None,
+    "--lora-rank": None,
+    "--auto-load": "true",
+    "--training-config": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [(rollout, {"--no-trace": False}), (train, TRAINING)],
+)
+def test_flags_and_defaults_are_the_documented_ones(
+    command: click.Command, more: dict[str, object]
+) -> None:
+    options = {option.opts[0]: option for option in command.params}
+    assert options.keys() == {*FLAGS, *BEYOND, *more, "--json"}
+    for name, (default, repeated) in FLAGS.items():
+        option = options[name]
+        assert isinstance(option, click.Option)
+        assert (option.to_info_dict()["default"], option.multiple) == (
+            default,
+            repeated,
+        ), name
+        assert option.required == (name == "--environment")
+    for name, default in {**BEYOND, **more}.items():
+        assert options[name].to_info_dict()["default"] == default, name
+    assert getattr(options["--thinking"].type, "choices", ()) == ("true", "false")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *(["--output", "same", "--replay-output", "same"],),
+        *(["--output", "same", "--summary-output", "./same"],),
+        *(["--replay-output", "same", "--summary-output", "same"],),
+    ],
+)
+def test_outputs_must_differ(
+    cli: Cli, target: list[str], environment: Simulator, flags: list[str]
+) -> None:
+    assert cli(*ROLLOUT, *target, *flags, "--json", code=2).error["code"] == "usage"
+    assert environment.requests == []
+
+
+# Files of reset options
+
+
+def sparse(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**30)
+
+
+def one_too_many(path: Path) -> None:
+    path.write_bytes(b" " * (limits.MAX_RESET_OPTIONS_BYTES + 1))
+
+
+def link(path: Path) -> None:
+    (path.parent / "elsewhere.json").write_text("{}")
+    path.symlink_to("elsewhere.json")
+
+
+def to_nothing(path: Path) -> None:
+    path.symlink_to("nowhere.json")
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+IRREGULAR: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a sparse gigabyte": (sparse, "is over 16776192 bytes"),
+    "one byte too many": (one_too_many, "is over 16776192 bytes"),
+    "a pipe": (os.mkfifo, "is no regular file"),
+    "a directory": (Path.mkdir, "is no regular file"),
+    "a link": (link, "is a symbolic link"),
+    "a broken link": (to_nothing, "is a symbolic link"),
+    "a link to a device": (device, "is a symbolic link"),
+}
+
+
+@pytest.mark.parametrize("flag", ["--reset-options", "--environment-reset-options"])
+@pytest.mark.parametrize("kind", IRREGULAR)
+def test_irregular_reset_options_are_refused_from_metadata(
+    cli: Cli,
+    target: list[str],
+    environment: Simulator,
+    tmp_path: Path,
+    kind: str,
+    flag: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing of it is read, and nothing waits for a writer."""
+    make, reason = IRREGULAR[kind]
+    path = tmp_path / "options.json"
+    make(path)
+
+    def read(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(os, "fdopen", read)
+    error = cli(*ROLLOUT, *target, flag, path, "--json", code=2).error
+    assert error["code"] == "usage"
+    assert error["message"].endswith(reason)
+    assert error["details"]["file"] == str(path)
+    assert environment.requests == []
+
+
+def test_device_named_outright_is_refused(cli: Cli, target: list[str]) -> None:
+    flags = ("--reset-options", "/dev/zero", "--json")
+    error = cli(*ROLLOUT, *target, *flags, code=2).error
+    assert error["message"] == "file /dev/zero is no regular file"
+
+
+def test_seed_of_the_options_gives_way_to_that_of_the_plan(
+    cli: Cli, target: list[str], environment: Simulator, tmp_path: Path
+) -> None:
+    (tmp_path / "options.json").write_text('{"seed": 99, "level": 2}')
+    cli(*ROLLOUT, *target, "--reset-options", "options.json", "--seed-start", "5")
+    resets = {peer.received[0] for peer in environment.peers}
+    assert resets == {
+        f'{{"data":{{"level":2,"seed":{seed}}},"type":"reset"}}' for seed in (5, 6, 7)
+    }
+    summary = read_summary(Path(OUTPUTS[2]).read_bytes(), "summary")
+    assert summary.reset_plan_sha256 == digest_json([{"level": 2}])
+
+
+def test_dash_is_an_environment_without_options(
+    cli: Cli, kiln: Running, environment: Simulator, tmp_path: Path
+) -> None:
+    (tmp_path / "hard.json").write_text('{"level": 9}')
+    with Simulator().serving_in_thread() as other:
+        cli(
+            *(*ROLLOUT, "--url", kiln.url, "--groups", "2", "--group-size", "1"),
+            *("--environment", environment.url, "--environment", other.url),
+            *("--environment-reset-options", "-"),
+            *("--environment-reset-options", "hard.json", "--thinking", "false"),
+        )
+    assert environment.peers[0].received[0] == '{"data":{"seed":0},"type":"reset"}'
+    assert other.peers[0].received[0] == '{"data":{"level":9,"seed":1},"type":"reset"}'
+    summary = read_summary(Path(OUTPUTS[2]).read_bytes(), "summary")
+    assert summary.reset_plan_sha256 == digest_json([{}, {"level": 9}])
+
+
+# Text of environments
+
+
+def test_hostile_text_of_an_episode_does_not_reach_the_terminal(
+    cli: Cli, target: list[str], environment: Simulator
+) -> None:
+    """Neither of what is collected, nor of an error that ends it."""
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202e\x9b31m<script>"
+    environment.change("/metadata", description=hostile)
+    environment.script = {"step": says(observation({"note": hostile}, 1.0, done=True))}
+    done = cli(*ROLLOUT, *target)
+    assert shown(done.out + done.err)
+    for script in (
+        {"reset": says(error("EXECUTION_ERROR", hostile))},
+        {"step": says(hostile)},
+        {"state": says(error("SESSION_ERROR", hostile))},
+    ):
+        environment.script = script
+        flags = ("--force", "--episode-retries", "0")
+        done = cli(*ROLLOUT, *target, *flags, code=None)
+        assert done.code == 2
+        assert shown(done.out + done.err)
+
+
+def shown(text: str) -> bool:
+    """Say whether a terminal would only show a text, not obey it."""
+    return all(char.isprintable() or char == "\n" for char in text)
