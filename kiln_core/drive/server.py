@@ -5,6 +5,7 @@ Used by the HTTP policy and by every command that talks to a server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
@@ -224,5 +225,7 @@ def _retry_after(response: aiohttp.ClientResponse) -> float:
     try:
         seconds = float(response.headers.get("Retry-After", ""))
     except ValueError:
+        return DEFAULT_RETRY_SECONDS
+    if math.isnan(seconds):
         return DEFAULT_RETRY_SECONDS
     return min(max(seconds, 0.05), MAX_RETRY_SECONDS)

@@ -236,6 +236,7 @@ async def test_contract_is_sealed_and_what_it_trains_on_is_selected() -> None:
 
 
 async def test_dataset_is_the_same_whatever_the_interleaving() -> None:
+    """https://github.com/huggingface/OpenEnv/issues/194"""
     datasets, replays = set(), set()
     for concurrency in (1, 3, 16):
         chance = random.Random(concurrency)

@@ -148,7 +148,17 @@ def test_silent_server_is_given_up(kiln: Running) -> None:
 
 @pytest.mark.parametrize(
     ("header", "seconds"),
-    [("0", 0.05), ("7", 7.0), ("9999", 30.0), ("soon", 1.0), ("-1", 0.05), (None, 1.0)],
+    [
+        ("0", 0.05),
+        ("7", 7.0),
+        ("9999", 30.0),
+        ("soon", 1.0),
+        ("-1", 0.05),
+        ("nan", 1.0),
+        ("inf", 30.0),
+        ("-inf", 0.05),
+        (None, 1.0),
+    ],
 )
 def test_retry_after_is_honoured_within_reason(
     header: str | None, seconds: float
