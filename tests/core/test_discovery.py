@@ -11,6 +11,7 @@ from msgspec import UNSET
 from kiln_core.canonical import compact, read_json, read_record
 from kiln_core.discovery import (
     DiscoveryDocuments,
+    EnvironmentIdentity,
     EnvironmentInspection,
     ensure_unchanged,
     environment_url,
@@ -211,6 +212,13 @@ def test_changed_identity_is_reported_by_label_alone(
         "changed": [label],
     }
     assert "secret" not in str(caught.value)
+
+
+def test_every_field_of_an_identity_is_compared() -> None:
+    """The two that are missing are constants of the record."""
+    fixed = {"identity.schema", "identity.client_profile"}
+    labels = {f"identity.{name}" for name in EnvironmentIdentity.__struct_fields__}
+    assert labels == fixed | {label for label, _, _ in CHANGED}
 
 
 @pytest.mark.parametrize("field", ["action", "observation", "state"])
