@@ -41,10 +41,10 @@ OPTIONAL_ROUTES: Final = frozenset({"/list_environments", "/openapi.json"})
 """Routes that older OpenEnv servers lack."""
 CHUNK_BYTES: Final = 64 * limits.KIB
 CHECK_CREDENTIAL: Final = (
-    "check that the credential is of exactly this origin (scheme, host and port), that "
-    "the environment variable named by --credential-env is set and not empty, and that "
-    "there is one --credential-env per environment, in order, also for replay; a "
-    "credential for another machine needs https"
+    "check the credential: it must be of exactly this origin (scheme, host and port), "
+    "the environment variable named by --credential-env set and not empty, and one "
+    "--credential-env given per environment, in order, also for replay; a credential "
+    "for another machine needs https"
 )
 
 

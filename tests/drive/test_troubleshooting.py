@@ -131,7 +131,8 @@ async def redirected_upgrade(server: Simulator) -> str:
 
 CREDENTIAL = (
     *("HttpStatusError", "scheme, host and port", "environment variable"),
-    *("set and not empty", "one --credential-env per environment", "replay", "https"),
+    *("set and not empty", "--credential-env given per environment", "replay"),
+    *("one", "https"),
 )
 INVALID = (
     *("invalid_model_action", "INVALID_MODEL_ACTION", "not one JSON object"),

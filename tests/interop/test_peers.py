@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kiln_core.discovery import environment_url
@@ -22,6 +23,7 @@ from kiln_core.errors import (
     HttpStatusError,
     ReplayDrift,
     SessionRefused,
+    UsageError,
 )
 from kiln_core.manifest import ObservationResult, ProtocolErrorResult, ReplayCandidate
 from kiln_core.records import EpisodeTermination
@@ -449,8 +451,13 @@ async def test_wrong_token_is_said_once_and_not_tried_again(
 async def test_replay_needs_the_credential_too(proxy: BearerProxy) -> None:
     bundle = await collect(collection(proxy.url, token=TOKEN), plays(*adds(1, 3)))
     request = ReplayRequest(bundle=verified(bundle))
-    with pytest.raises(HttpStatusError) as refused:
+    asked = len(proxy.requests)
+    with pytest.raises(UsageError, match="captured with a bearer token"):
         await replay_bundle(request, times=TIMES)
+    assert len(proxy.requests) == asked
+    wrong = msgspec.structs.replace(request, credentials=(Credential("another"),))
+    with pytest.raises(HttpStatusError) as refused:
+        await replay_bundle(wrong, times=TIMES)
     assert refused.value.details["http_status"] == 401
 
 
