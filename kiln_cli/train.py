@@ -116,7 +116,7 @@ def train(*, as_json: bool, **flags: Any) -> None:
     _check_trainable(request)
     check_outputs(request.paths, force=flags["force"])
     left = _LeftBehind()
-    with left.told(as_json=as_json), progress(as_json=as_json) as observer:
+    with left.told(), progress(as_json=as_json) as observer:
         for warning in _overruled(preflight.training_config, config):
             observer.warning(warning)
         bundle, job = anyio.run(_train, flags, preflight, request, observer, left)
@@ -132,6 +132,7 @@ class _LeftBehind:
     """What stays when a run is interrupted or fails."""
 
     summary: str | None = None
+    dataset: str | None = None
     job_id: str | None = None
 
     def details(self) -> dict[str, str]:
@@ -145,11 +146,15 @@ class _LeftBehind:
             follow = f"kiln train status --job-id {self.job_id} --follow"
             return f"the bundle is published; see what became of the job: {follow}"
         if self.summary is not None:
-            return f"the bundle is published: {self.summary}"
+            file = shlex.quote(str(self.dataset))
+            return (
+                f"the bundle is published: {self.summary}; correct what was refused, "
+                f"or wait, and submit it with kiln train grpo --file {file}"
+            )
         return ""
 
     @contextmanager
-    def told(self, *, as_json: bool) -> Iterator[None]:
+    def told(self) -> Iterator[None]:
         """Tell of it however the run ends.
 
         Raises:
@@ -162,8 +167,8 @@ class _LeftBehind:
             raise Interrupted(self.hint(), **self.details()) from None
         except KilnError as error:
             error.details.update(self.details())
-            if self.summary is not None and not as_json:
-                note(self.hint())
+            if self.summary is not None:
+                error.hint = "; ".join(filter(None, (error.hint, self.hint())))
             raise
 
 
@@ -226,6 +231,7 @@ async def _train(
         bundle = await collect_bundle(flags["url"], request, observer)
         publish_bundle(bundle, request.paths, force=flags["force"])
         left.summary = str(request.paths.summary)
+        left.dataset = str(request.paths.dataset)
         groups = _selected(bundle, contract)
         if not groups:
             return bundle, None

@@ -375,7 +375,11 @@ def test_queue_that_filled_meanwhile_keeps_the_bundle(
     done = cli(*TRAIN, *target, "--json", code=2)
     assert done.error["code"] == "capacity_full"
     assert done.error["details"]["summary"] == OUTPUTS[2]
+    assert f"kiln train grpo --file {OUTPUTS[0]}" in done.error["hint"]
     assert cli("openenv", "verify")
+    kiln.state.jobs.max_queued = 4
+    flags = ("--file", OUTPUTS[0], "--adapter", "later", "--url", kiln.url)
+    assert "Adapter later" in cli("train", "grpo", *flags, "--follow").out
 
 
 def test_policy_that_changed_before_submission_is_drift(
