@@ -181,6 +181,7 @@ def kiln() -> None:
 @click.group(
     cls=LazyGroup,
     lazy={
+        "explain": ("kiln_cli.explain:explain", "Say why a corpus trains, or not."),
         "grpo": ("kiln_cli.grpo:grpo", "Train an adapter on recorded groups."),
         "status": ("kiln_cli.jobs:status", "Show training jobs, newest first."),
     },

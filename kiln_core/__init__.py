@@ -145,6 +145,10 @@ if TYPE_CHECKING:
         outcome_of,
         seal_evaluation,
     )
+    from kiln_core.explain import (
+        TrainingExplanation,
+        explain_training,
+    )
     from kiln_core.grpo import (
         AdamW,
         EchoLoss,
@@ -345,6 +349,7 @@ __all__ = [
     "TaskClient",
     "TaskSelection",
     "TrainingError",
+    "TrainingExplanation",
     "TrainingSelector",
     "TransportError",
     "TurnSegment",
@@ -364,6 +369,7 @@ __all__ = [
     "environment_url",
     "evaluate_pairs",
     "evaluated_policy",
+    "explain_training",
     "find_drift",
     "generation_seed",
     "http_policy",
@@ -436,6 +442,7 @@ _HOMES = {
         "EvaluationVerification PolicyIdentity evaluated_policy outcome_of "
         "seal_evaluation"
     ),
+    "explain": "TrainingExplanation explain_training",
     "grpo": "AdamW EchoLoss GrpoConfig LossConfig Muon Sgd",
     "intervals": "improvement_interval win_rate_interval",
     "lineage": "CorpusLineage OpenEnvTrainingData",

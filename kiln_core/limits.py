@@ -38,6 +38,8 @@ CONTRACT_RESERVE_BYTES = 1 * MIB
 """Part of the budget that is kept for the training contract."""
 MAX_RESET_OPTIONS_BYTES = 16 * MIB - 1024
 MAX_TRAINING_CONFIG_BYTES = 1 * MIB
+MAX_TRAINER_EVIDENCE_BYTES = 4 * MIB
+"""Bound of a training receipt, and of an adapter manifest."""
 
 MAX_SERVER_MESSAGE_BYTES = 512 * KIB
 """Bound of a frame from an environment, after decompression."""

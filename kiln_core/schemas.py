@@ -24,6 +24,7 @@ from kiln_core import (
     discovery,
     evaluation,
     evidence,
+    explain,
     failure,
     grpo,
     lineage,
@@ -176,6 +177,8 @@ CONTRACTS: Final = (
             receipt.BundleContradiction,
             receipt.VerificationOutcome,
             evidence.EvaluationVerification,
+            explain.GroupExplanation,
+            explain.TrainingExplanation,
         ),
     ),
 )

@@ -449,6 +449,7 @@ def control_plane_documents() -> dict[str, dict[str, Any]]:
                 "outcome": "kept",
             }
         },
+        **explanation_documents(),
         "BundleContradiction": {"plain": contradiction()},
         "VerificationOutcome": {
             "holds": {
@@ -467,6 +468,33 @@ def control_plane_documents() -> dict[str, dict[str, Any]]:
                 "traced_rollouts": None,
                 "retried_rollouts": None,
             },
+        },
+    }
+
+
+def explanation_documents() -> dict[str, dict[str, Any]]:
+    group = {
+        "line": 1,
+        "environment": "counter",
+        "seed": 0,
+        "rollouts": 2,
+        "without_output": 0,
+        "reward_min": 0.0,
+        "reward_max": 1.0,
+        "verdict": "trains",
+    }
+    return {
+        "GroupExplanation": {"plain": group},
+        "TrainingExplanation": {
+            "plain": {
+                "schema": "kiln.training-explanation.v1",
+                "groups": [group],
+                "training_groups": 1,
+                "equal_reward_groups": 0,
+                "unusable_groups": 0,
+                "reward_mean": 0.5,
+                "notes": ["n"],
+            }
         },
     }
 
