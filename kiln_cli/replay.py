@@ -99,7 +99,9 @@ async def _replay(flags: dict[str, Any], observer: Any) -> ReplayOutcome:
     from kiln_core.drive.replay import ReplayRequest, replay_bundle
     from kiln_core.verify import verify_bundle
 
-    files, _, _ = read_bundle(flags["summary"], flags["dataset"], flags["replay"])
+    files, _, _ = read_bundle(
+        flags["summary"], flags["dataset"], flags["replay"], whole=False
+    )
     bundle = verify_bundle(files)
     tokens = tokens_of(flags["credential_envs"], len(bundle.replay.environments))
     return await replay_bundle(

@@ -116,7 +116,7 @@ def _verified(flags: dict[str, Any]) -> VerificationOutcome:
     from kiln_core.verify import verify_bundle
 
     files, dataset, replay = read_bundle(
-        flags["summary"], flags["dataset"], flags["replay"]
+        flags["summary"], flags["dataset"], flags["replay"], whole=False
     )
     try:
         verified = verify_bundle(files)

@@ -17,10 +17,11 @@ from kiln_core import limits
 from kiln_core.canonical import (
     JsonValue,
     canonical_bytes,
+    canonical_of,
+    decoded_json,
     digest_json,
     escape_token,
     nests_deeper,
-    read_json,
     sorted_json,
 )
 from kiln_core.errors import InvalidActionSchema, InvalidRecord, MalformedJson
@@ -80,15 +81,23 @@ class ActionSchema:
         self._cost = SchemaCost(self.document)
         self._validator = _compile(self.document)
 
-    def check(self, action: dict[str, JsonValue]) -> None:
+    def check(
+        self, action: dict[str, JsonValue], size_bytes: int | None = None
+    ) -> None:
         """Check an action.
+
+        Args:
+            action: The action.
+            size_bytes: Length of its JSON, where known: a short one is cheap to check
+                whatever it holds.
 
         Raises:
             InvalidAction: The schema refuses it, or checking it would cost too much.
         """
-        if nests_deeper(action, limits.MAX_ACTION_DEPTH):
+        shallow = size_bytes is not None and size_bytes <= 2 * limits.MAX_ACTION_DEPTH
+        if not shallow and nests_deeper(action, limits.MAX_ACTION_DEPTH):
             raise InvalidAction(SCHEMA_FAILED, "the action nests too deep")
-        work = self._cost.work(action, limits.MAX_ACTION_WORK)
+        work = self._cost.work(action, limits.MAX_ACTION_WORK, size_bytes)
         if work > limits.MAX_ACTION_WORK:
             raise InvalidAction(
                 SCHEMA_FAILED, "the action is too large and nested for its schema"
@@ -137,20 +146,29 @@ def parse_reply(text: str, schema: ActionSchema) -> dict[str, JsonValue]:
     Raises:
         InvalidAction: It is blank, not one JSON object, or refused by the schema.
     """
+    action: dict[str, JsonValue] = decoded_json(action_bytes(text, schema))
+    return action
+
+
+def action_bytes(text: str, schema: ActionSchema) -> bytes:
+    """Parse the final answer of a reply into the canonical bytes of an action.
+
+    Raises:
+        InvalidAction: As `parse_reply`.
+    """
     stripped = text.strip()
     if not stripped:
         raise InvalidAction(NO_OUTPUT, "the model gave no final answer")
     try:
-        value = read_json(_unfenced(stripped), "the reply")
+        value, data = canonical_of(_unfenced(stripped), "the reply")
     except MalformedJson:
         raise InvalidAction(
             INVALID_ACTION, "the reply is not exactly one JSON object"
         ) from None
     if not isinstance(value, dict):
         raise InvalidAction(INVALID_ACTION, "the reply is not a JSON object")
-    schema.check(value)
-    action: dict[str, JsonValue] = sorted_json(value)
-    return action
+    schema.check(value, len(data))
+    return data
 
 
 def _compile(schema: JsonValue) -> _Validator:

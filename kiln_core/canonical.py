@@ -26,6 +26,7 @@ import msgspec
 
 from kiln_core import limits
 from kiln_core.errors import InvalidRecord, MalformedJson
+from kiln_core.structure import check_structure
 
 __all__ = [
     "JsonValue",
@@ -62,12 +63,24 @@ class Record(
     """Base of every record that Kiln authors: closed, immutable, in declared order."""
 
 
+class Part(msgspec.Struct, frozen=True):
+    """Where a piece of text stands in the document it was taken from."""
+
+    pointer: str = ""
+    """JSON Pointer (RFC 6901) of the piece."""
+    depth: int = 0
+    """Objects and arrays around it, each of which indents it by two spaces."""
+
+
 RecordT = TypeVar("RecordT", bound=msgspec.Struct)
 
 MAX_QUOTED: Final = 300
 """Characters of a peer's text in a message of ours."""
 TOO_DEEP: Final = b"\n" + b"  " * (limits.MAX_ARTIFACT_DEPTH + 1)
 """An indent that only a document beyond the bound has."""
+DEEP: Final = b"  " * 48
+"""A part of it that few documents have, and that is faster to look for."""
+
 
 _records = msgspec.json.Encoder()
 _values = msgspec.json.Encoder(order="sorted")
@@ -87,7 +100,7 @@ def compact(record: Any) -> bytes:
     return _encode(_records, record)
 
 
-def encoded_again(record: msgspec.Struct) -> bytes:
+def encoded_again(record: Any) -> bytes:
     """Encode a record that was decoded, which therefore holds only what JSON can.
 
     Raises:
@@ -113,6 +126,30 @@ def digest(data: bytes) -> Sha256:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
+class Measured:
+    """Bytes that pass by, counted and digested.
+
+    Attributes:
+        size_bytes: How many there were so far.
+    """
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self.size_bytes = 0
+        self._chunks = chunks
+        self._hash = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[bytes]:
+        for chunk in self._chunks:
+            self.size_bytes += len(chunk)
+            self._hash.update(chunk)
+            yield chunk
+
+    @property
+    def sha256(self) -> Sha256:
+        """The digest so far."""
+        return "sha256:" + self._hash.hexdigest()
+
+
 def canonical_bytes(value: JsonValue) -> bytes:
     """Encode free JSON with sorted keys.
 
@@ -120,6 +157,18 @@ def canonical_bytes(value: JsonValue) -> bytes:
         InvalidRecord: As `compact`.
     """
     return _encode(_values, value)
+
+
+def decoded_bytes(value: JsonValue) -> bytes:
+    """Encode free JSON with sorted keys that was decoded, so holds only what JSON can.
+
+    Raises:
+        InvalidRecord: It nests too deep to be encoded.
+    """
+    try:
+        return _values.encode(value)
+    except RecursionError as error:
+        raise InvalidRecord("value nests too deep") from error
 
 
 def digest_json(value: JsonValue) -> Sha256:
@@ -137,8 +186,17 @@ def sorted_json(value: JsonValue) -> JsonValue:
     Raises:
         InvalidRecord: As `compact`.
     """
+    return decoded_json(canonical_bytes(value))
+
+
+def decoded_json(data: bytes) -> JsonValue:
+    """Decode canonical bytes of our own.
+
+    Raises:
+        InvalidRecord: A number in them has more digits than can be read.
+    """
     try:
-        return msgspec.json.decode(canonical_bytes(value))
+        return msgspec.json.decode(data)
     except msgspec.DecodeError as error:
         # a sign counts as a digit when reading, not when writing
         raise InvalidRecord(f"value has no JSON form: {_reason(error)}") from error
@@ -146,6 +204,8 @@ def sorted_json(value: JsonValue) -> JsonValue:
 
 def same_json(left: JsonValue, right: JsonValue) -> bool:
     """Say whether two values have the same canonical bytes."""
+    if _same_scalar(left, right):
+        return True
     return canonical_bytes(left) == canonical_bytes(right)
 
 
@@ -153,10 +213,17 @@ def same_member(left: Any, right: Any) -> bool:
     """Say whether two record members have the same bytes, or are both absent."""
     if left is msgspec.UNSET or right is msgspec.UNSET:
         return left is right
-    # bytes decide only where equal values may differ in them: 0.0 and -0.0, 1 and true
-    if type(left) is type(right) and isinstance(left, (str, int)):
-        return bool(left == right)
-    return compact(left) == compact(right)
+    return _same_scalar(left, right) or compact(left) == compact(right)
+
+
+def _same_scalar(left: Any, right: Any) -> bool:
+    """Say whether two values are surely the same without encoding them.
+
+    Bytes decide where equal values may differ in them: 0.0 and -0.0, 1 and true.
+    """
+    if type(left) is not type(right) or left != right:
+        return False
+    return isinstance(left, (str, int)) or (isinstance(left, float) and left != 0)
 
 
 def read_json(
@@ -173,19 +240,44 @@ def read_json(
         MalformedJson: The document is not strict JSON or nests too deep.
     """
     try:
-        value = msgspec.json.decode(data)
-        _keys_only.decode(data if isinstance(data, str) else data.decode())
+        raw = data.encode() if isinstance(data, str) else data
+        value = msgspec.json.decode(raw)
+        # what a writer gives back byte for byte holds no key twice
+        if _records.encode(value) != raw:
+            _keys_only.decode(raw.decode())
     except (msgspec.DecodeError, UnicodeError, ValueError, RecursionError) as error:
         raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
-    if nests_deeper(value, max_depth):
+    if may_nest_deeper(raw, max_depth) and nests_deeper(value, max_depth):
         raise MalformedJson(
             f"{what} nests deeper than {max_depth} levels", limit=max_depth
         )
     return value
 
 
+def canonical_of(text: str, what: str) -> tuple[JsonValue, bytes]:
+    """Decode one strict JSON document; return its value and its canonical bytes.
+
+    Raises:
+        MalformedJson: As `read_json`.
+    """
+    try:
+        raw = text.encode()
+        value = msgspec.json.decode(raw)
+        data = _values.encode(value)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
+    # most replies are canonical already, which no key twice and no white space is
+    if data != raw or may_nest_deeper(raw, limits.MAX_JSON_DEPTH):
+        value = read_json(raw, what)
+    return value, data
+
+
 def read_record(
-    data: bytes, record_type: type[RecordT], what: str, **details: Any
+    data: bytes,
+    record_type: type[RecordT],
+    what: str,
+    part: Part | None = None,
+    **details: Any,
 ) -> RecordT:
     """Decode a strict JSON document into one of our records.
 
@@ -193,19 +285,28 @@ def read_record(
         data: The document, compact or pretty.
         record_type: The struct it must be.
         what: Names the document in the error.
+        part: Where the data stands in a larger document.
         **details: More facts for the error, such as ``file``.
 
     Raises:
-        MalformedJson: The document is not strict JSON.
+        MalformedJson: The document is not strict JSON, or too large in structure.
         InvalidRecord: It is not such a record; ``details`` hold the pointer.
     """
-    if not _is_own_encoding(data):
-        read_json(data, what, limits.MAX_ARTIFACT_DEPTH)
+    part = part or Part()
+    check_structure(data, what)
+    depth = limits.MAX_ARTIFACT_DEPTH - part.depth
     try:
-        return msgspec.json.decode(data, type=record_type)
+        record = msgspec.json.decode(data, type=record_type)
+        own = _is_own_encoding(data, record, part)
     except msgspec.ValidationError as error:
-        invalid = _not_a_record(error, what, details)
+        read_json(data, what, depth)
+        invalid = _not_a_record(error, what, details, part.pointer)
         raise invalid from error
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
+    if not own:
+        read_json(data, what, depth)
+    return record
 
 
 def convert_record(value: JsonValue, record_type: type[RecordT], what: str) -> RecordT:
@@ -316,18 +417,23 @@ def _has_non_finite(value: Any) -> bool:
     return False
 
 
-def _is_own_encoding(data: bytes) -> bool:
+def _is_own_encoding(data: bytes, record: msgspec.Struct, part: Part) -> bool:
     """Say whether re-encoding gives the same bytes, so that no key came twice."""
-    try:
-        value = msgspec.json.decode(data)
-        again = _records.encode(value)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return False
-    if data in (again, again + b"\n"):
-        return not nests_deeper(value, limits.MAX_ARTIFACT_DEPTH)
+    again = _records.encode(record)
+    if len(data) <= len(again) + 1:
+        return data in {again, again + b"\n"} and not may_nest_deeper(
+            data, limits.MAX_JSON_DEPTH
+        )
     # strings hold no line break, so such an indent is nesting
-    own = data == msgspec.json.format(again, indent=2) + b"\n"
-    return own and TOO_DEEP not in data
+    if DEEP in data and TOO_DEEP in data:
+        return False
+    depth = part.depth
+    if not depth:
+        return data.removesuffix(b"\n") == msgspec.json.format(again, indent=2)
+    # written inside as many arrays, it has the same indent as in its document
+    around = msgspec.json.format(b"[" * depth + again + b"]" * depth, indent=2)
+    start, stop = around.index(b"{"), around.rindex(b"}") + 1
+    return len(data) == stop - start and around.startswith(data, start)
 
 
 def nests_deeper(value: JsonValue, levels: int) -> bool:
@@ -338,7 +444,18 @@ def nests_deeper(value: JsonValue, levels: int) -> bool:
         members = value
     else:
         return False
-    return levels == 0 or any(nests_deeper(member, levels - 1) for member in members)
+    if levels == 0:
+        return True
+    for member in members:
+        # a call per scalar would be most of the work
+        if isinstance(member, (dict, list)) and nests_deeper(member, levels - 1):
+            return True
+    return False
+
+
+def may_nest_deeper(document: bytes, levels: int) -> bool:
+    """Say whether a document has enough brackets to nest beyond ``levels``."""
+    return document.count(b"{") + document.count(b"[") > levels
 
 
 def printable(text: str, limit: int = MAX_QUOTED) -> str:
@@ -350,9 +467,10 @@ def printable(text: str, limit: int = MAX_QUOTED) -> str:
 
 
 def _not_a_record(
-    error: msgspec.ValidationError, what: str, details: dict[str, Any]
+    error: msgspec.ValidationError, what: str, details: dict[str, Any], at: str = ""
 ) -> InvalidRecord:
     reason, pointer = split_path(str(error))
+    pointer = at + pointer
     return InvalidRecord(
         f"{what} is invalid at {pointer or 'its root'}: {printable(reason)}",
         pointer=pointer,

@@ -6,7 +6,7 @@ a float that is not in shortest form can never pass. Opening files is not done h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NoReturn
 
 import msgspec
@@ -16,12 +16,13 @@ from kiln_core.canonical import (
     compact,
     encoded_again,
     printable,
-    same_json,
+    same_member,
     split_path,
 )
-from kiln_core.errors import InvalidBundle, InvalidRecord
+from kiln_core.errors import InvalidBundle, InvalidRecord, MalformedJson
 from kiln_core.receipt import OpenEnvRolloutSummary
 from kiln_core.records import AgenticGroup
+from kiln_core.structure import check_structure
 from kiln_core.trace import SamplingTransform, TokenTrace
 
 __all__ = ["TraceLedger", "fail_in", "read_groups"]
@@ -31,23 +32,36 @@ MAX_SHOWN: Final = 300
 
 
 def read_groups(
-    dataset: bytes, file: str = "openenv.rollouts.jsonl"
+    dataset: bytes | Iterable[bytes], file: str = "openenv.rollouts.jsonl"
 ) -> Iterator[AgenticGroup]:
     """Yield the groups of a dataset, each from one canonical line.
 
     Args:
-        dataset: The file.
+        dataset: The file, whole or in pieces.
         file: Its name, for errors.
 
     Raises:
         InvalidBundle: A line is blank, unended, no group, or not canonical.
     """
-    start = number = 0
-    while start < len(dataset):
-        number += 1
-        stop = dataset.find(b"\n", start) + 1 or len(dataset)
-        yield _group(dataset[start:stop], number, file)
-        start = stop
+    pieces = (dataset,) if isinstance(dataset, bytes) else dataset
+    for number, line in enumerate(_lines(pieces), 1):
+        yield _group(line, number, file)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield each line with its line feed; the last may have none."""
+    begun: list[bytes] = []
+    for piece in pieces:
+        start = 0
+        while stop := piece.find(b"\n", start) + 1:
+            begun.append(piece[start:stop])
+            yield b"".join(begun)
+            begun.clear()
+            start = stop
+        if start < len(piece):
+            begun.append(piece[start:])
+    if begun:
+        yield b"".join(begun)
 
 
 class TraceLedger:
@@ -64,6 +78,8 @@ class TraceLedger:
     def __init__(self, summary: OpenEnvRolloutSummary) -> None:
         self.retried = 0
         self.traced = 0
+        self._sampling = b""
+        """Canonical bytes of a transform that was found to agree."""
         self._known: dict[str, Any] = {
             "sampling/temperature": summary.temperature,
             "sampling/max_tokens": summary.max_action_tokens,
@@ -106,13 +122,17 @@ class TraceLedger:
     ) -> None:
         place = "tokenizer_sha256"
         self._check(place, tokens.tokenizer_sha256, f"{at}/{place}", fail)
+        sampling = encoded_again(tokens.sampling)
+        if sampling == self._sampling:
+            return
         for name in SamplingTransform.__struct_fields__:
             place = f"sampling/{name}"
             self._check(place, getattr(tokens.sampling, name), f"{at}/{place}", fail)
+        self._sampling = sampling
 
     def _check(self, fact: str, found: Any, at: str, fail: Callable[..., Any]) -> None:
         known = self._known.setdefault(fact, found)
-        if not same_json(known, found):
+        if known is not found and not same_member(known, found):
             fail(
                 "dataset_trace",
                 at,
@@ -127,10 +147,13 @@ def _group(line: bytes, number: int, file: str) -> AgenticGroup:
     if not line.endswith(b"\n"):
         fail("dataset_canonical", "", "the line is not ended", "a line feed", "none")
     try:
-        line.decode()
+        check_structure(line, file)
         group = msgspec.json.decode(line, type=AgenticGroup)
-        again = encoded_again(group) + b"\n"
-    except (msgspec.DecodeError, UnicodeError, RecursionError, InvalidRecord) as error:
+        again = encoded_again(group)
+    except (
+        *(msgspec.DecodeError, UnicodeError, RecursionError),
+        *(InvalidRecord, MalformedJson),
+    ) as error:
         reason, pointer = split_path(str(error))
         raise InvalidBundle(
             f"{file} line {number} is not a group of rollouts: {printable(reason)}",
@@ -139,7 +162,9 @@ def _group(line: bytes, number: int, file: str) -> AgenticGroup:
             line=number,
             pointer=pointer,
         ) from error
-    if again != line:
+    # all strings are decoded, so bytes that are no text are refused above
+    if len(line) != len(again) + 1 or not line.startswith(again):
+        again += b"\n"
         place = next(
             (i for i, (a, b) in enumerate(zip(again, line, strict=False)) if a != b),
             min(len(again), len(line)),

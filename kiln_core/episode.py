@@ -26,7 +26,7 @@ from kiln_core.actions import (
     parse_reply,
     split_reasoning,
 )
-from kiln_core.canonical import JsonValue, canonical_bytes, compact
+from kiln_core.canonical import JsonValue, canonical_bytes, compact, encoded_again
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.errors import (
     EpisodeUnfit,
@@ -121,6 +121,8 @@ class _Recorder:
         self.setup = setup
         self.lease = lease
         self.trajectory: list[TurnSegment] = []
+        self.messages: list[ChatMessage] = []
+        """What the policy reads: the prompt, then the trajectory."""
         self.exchanges: list[ReplayExchange] = []
         self.replies: list[PolicyReply] = []
         self.recoverable = 0
@@ -211,7 +213,8 @@ class _Recorder:
         result: ObservationResult | ProtocolErrorResult,
     ) -> None:
         exchange = ReplayExchange(step_index=step, action=action, result=result)
-        self.retain(compact(exchange), "an exchange")
+        # its parts were decoded, so nothing in them is not finite
+        self.retain(encoded_again(exchange), "an exchange")
         self.exchanges.append(exchange)
 
     def _add_warning(self, text: str) -> None:
@@ -227,8 +230,9 @@ class _Recorder:
         )
 
     def _add_segment(self, segment: TurnSegment, what: str) -> None:
-        self.retain(compact(segment), what)
+        self.retain(encoded_again(segment), what)
         self.trajectory.append(segment)
+        self.messages += segment_messages([segment])
 
     def total_return(self) -> float:
         """Return the episode's return.
@@ -270,9 +274,9 @@ def run_episode(setup: EpisodeSetup, lease: Lease) -> EpisodeGenerator:
     reset_observation = _reset_observation((yield Reset(setup.reset_payload)))
     record.retain(compact(reset_observation), "a reset observation")
     messages = initial_messages(setup.inspection, reset_observation)
+    record.messages += messages
     for step in range(setup.max_steps):
-        turns = (*messages, *segment_messages(record.trajectory))
-        text = record.take_reply(_reply((yield Ask(step, turns))))
+        text = record.take_reply(_reply((yield Ask(step, tuple(record.messages)))))
         try:
             action = parse_reply(text, setup.action_schema)
         except InvalidAction as invalid:

@@ -65,6 +65,12 @@ MAX_JSON_DEPTH = 128
 """Nesting of one document from outside: a frame, a reply, a discovery document."""
 MAX_ARTIFACT_DEPTH = MAX_JSON_DEPTH + 32
 """Nesting of a bundle file, which holds such documents inside records."""
+UNCOUNTED_BYTES = 16 * MIB
+"""A document up to this size is decoded without counting what it holds."""
+MAX_DECODED_VALUES = 32 * MIB
+"""Bound of the values that one larger document or dataset line may hold."""
+MAX_DECODED_CONTAINERS = 4 * MIB
+"""The same for objects and arrays, each of which takes some 80 bytes in memory."""
 MAX_IDENTITY_TEXT_BYTES = 256
 MAX_URL_BYTES = 2_048
 

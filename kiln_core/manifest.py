@@ -9,13 +9,20 @@ environment keep their types: ``1``, ``1.0`` and ``true`` are different rewards.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import JsonValue, Record, Sha256, sorted_json
+from kiln_core.canonical import (
+    JsonValue,
+    Record,
+    Sha256,
+    decoded_bytes,
+    encoded_again,
+)
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.records import Count, EpisodeTermination, Seed
 
@@ -30,6 +37,8 @@ __all__ = [
 ]
 
 REPLAY_SCHEMA: Final = "kiln.openenv-replay.v1"
+
+MAX_FLOAT: Final = sys.float_info.max
 
 ErrorCode: TypeAlias = Literal[
     "INVALID_JSON",
@@ -62,7 +71,7 @@ class ProtocolError(Record, frozen=True, kw_only=True):
         return self.code in RECOVERABLE_CODES
 
 
-class Observation(Record, frozen=True, kw_only=True):
+class Observation(Record, frozen=True, kw_only=True, gc=False):
     """The data of an observation frame, exactly as received."""
 
     observation: JsonValue
@@ -72,12 +81,16 @@ class Observation(Record, frozen=True, kw_only=True):
     metadata: JsonValue | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        if not reward_is_finite(self.reward):
+        reward = self.reward
+        # the exact rule is for the few integers that are larger than any float
+        if not (
+            reward is None or -MAX_FLOAT <= reward <= MAX_FLOAT
+        ) and not reward_is_finite(reward):
             raise ValueError("reward must be finite as a 64-bit float")
 
 
 class ObservationResult(
-    Record, frozen=True, kw_only=True, tag_field="kind", tag="observation"
+    Record, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="observation"
 ):
     """The environment answered an action with an observation."""
 
@@ -85,7 +98,7 @@ class ObservationResult(
 
 
 class ProtocolErrorResult(
-    Record, frozen=True, kw_only=True, tag_field="kind", tag="protocol_error"
+    Record, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="protocol_error"
 ):
     """The environment answered an action with a typed error."""
 
@@ -97,7 +110,7 @@ class ProtocolErrorResult(
 ReplayExchangeResult: TypeAlias = ObservationResult | ProtocolErrorResult
 
 
-class ReplayExchange(Record, frozen=True, kw_only=True):
+class ReplayExchange(Record, frozen=True, kw_only=True, gc=False):
     """One action that was sent, and its answer."""
 
     step_index: Count
@@ -105,7 +118,7 @@ class ReplayExchange(Record, frozen=True, kw_only=True):
     result: ReplayExchangeResult
 
 
-class ReplayCandidate(Record, frozen=True, kw_only=True):
+class ReplayCandidate(Record, frozen=True, kw_only=True, gc=False):
     """One episode as it went over the wire."""
 
     candidate_index: Count
@@ -181,24 +194,39 @@ def episode_return(
     total = 0.0
     for result in results:
         if isinstance(result, ObservationResult):
-            total += training_reward(result.observation.reward)
+            reward = result.observation.reward
+            total += 0.0 if reward is None else float(reward)
         else:
             total += protocol_error_reward
     return total + protocol_error_reward if ended_invalid else total
 
 
-def sorted_observation(observation: Observation) -> Observation:
-    """Return an observation with its free JSON in canonical order.
+class _Wire(msgspec.Struct, kw_only=True):
+    """An observation of which the free JSON is encoded."""
+
+    observation: msgspec.Raw
+    reward: bool | int | float | None
+    done: bool
+    metadata: msgspec.Raw | UnsetType
+
+
+def observation_bytes(observation: Observation) -> bytes:
+    """Encode a decoded observation with its free JSON in canonical order.
 
     A manifest may come from a writer that keeps another order; what a policy reads of
     an observation must depend on its value alone.
     """
     metadata = observation.metadata
-    return Observation(
-        observation=sorted_json(observation.observation),
-        reward=observation.reward,
-        done=observation.done,
-        metadata=UNSET if metadata is UNSET else sorted_json(metadata),
+    # encoded values are written as they are
+    return encoded_again(
+        _Wire(
+            observation=msgspec.Raw(decoded_bytes(observation.observation)),
+            reward=observation.reward,
+            done=observation.done,
+            metadata=(
+                UNSET if metadata is UNSET else msgspec.Raw(decoded_bytes(metadata))
+            ),
+        )
     )
 
 

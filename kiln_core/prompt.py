@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from kiln_core.canonical import JsonValue, canonical_bytes, encoded_again
+from kiln_core.canonical import JsonValue, canonical_bytes
 from kiln_core.discovery import EnvironmentInspection
-from kiln_core.manifest import Observation, ProtocolError, sorted_observation
+from kiln_core.manifest import Observation, ProtocolError, observation_bytes
 from kiln_core.records import ChatMessage, TurnSegment
 
 __all__ = [
@@ -60,7 +60,11 @@ def initial_messages(
         reset_observation: What ``reset`` answered.
         version: 1-based prompt version.
     """
-    system = SYSTEM_PROMPTS[version - 1](inspection)
+    return first_messages(SYSTEM_PROMPTS[version - 1](inspection), reset_observation)
+
+
+def first_messages(system: str, reset_observation: Observation) -> list[ChatMessage]:
+    """Return the prompt of an episode whose system text is known."""
     return [
         ChatMessage(role="system", content=system),
         ChatMessage(
@@ -80,7 +84,7 @@ def observation_text(observation: Observation, label: str = STEP_LABEL) -> str:
         text = inner.get("input_text")
         if isinstance(text, str) and text.strip():
             return text
-    wire = encoded_again(sorted_observation(observation)).decode()
+    wire = observation_bytes(observation).decode()
     return f"{label} as JSON: observation, reward, done, optional metadata\n{wire}"
 
 

@@ -8,6 +8,8 @@ log-probabilities into the trace of a rollout (``kiln_core.trace``).
 from __future__ import annotations
 
 import math
+import re
+from functools import lru_cache
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, UnsetType
@@ -34,12 +36,15 @@ MAX_STOP_BYTES = 16 * limits.KIB
 MAX_LOGPROB = 1e-6
 """A log-probability above zero by more than rounding is not one."""
 
+CONTROL: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+
 IdentityText: TypeAlias = Annotated[
     str, Meta(min_length=1, max_length=limits.MAX_IDENTITY_TEXT_BYTES)
 ]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 
 
+@lru_cache(maxsize=1024)
 def check_identity_text(text: str, what: str) -> None:
     """Check a name that goes into identities.
 
@@ -50,7 +55,7 @@ def check_identity_text(text: str, what: str) -> None:
         raise ValueError(f"{what} must be non-empty and trimmed")
     if len(text.encode()) > limits.MAX_IDENTITY_TEXT_BYTES:
         raise ValueError(f"{what} is over {limits.MAX_IDENTITY_TEXT_BYTES} bytes")
-    if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in text):
+    if CONTROL.search(text):
         raise ValueError(f"{what} holds control characters")
 
 

@@ -55,7 +55,7 @@ class EpisodeTermination(StrEnum):
     """A terminal wire error, or one recoverable error too many."""
 
 
-class ChatMessage(Record, frozen=True, kw_only=True):
+class ChatMessage(Record, frozen=True, kw_only=True, gc=False):
     """One message of the prompt."""
 
     role: Annotated[str, Meta(min_length=1)]
@@ -65,7 +65,7 @@ class ChatMessage(Record, frozen=True, kw_only=True):
     tool_call_id: str | UnsetType = UNSET
 
 
-class TurnSegment(Record, frozen=True, kw_only=True):
+class TurnSegment(Record, frozen=True, kw_only=True, gc=False):
     """One piece of a trajectory: an action of the policy, or what came back."""
 
     role: Annotated[str, Meta(min_length=1)]
@@ -77,7 +77,7 @@ class TurnSegment(Record, frozen=True, kw_only=True):
     """Leading UTF-8 bytes of ``content`` that are harness text, never trained."""
 
 
-class OpenEnvRolloutProvenance(Record, frozen=True, kw_only=True):
+class OpenEnvRolloutProvenance(Record, frozen=True, kw_only=True, gc=False):
     """``kiln.openenv-rollout.v1``: where one scored rollout comes from."""
 
     schema: Literal["kiln.openenv-rollout.v1"]
@@ -134,8 +134,11 @@ class ScoredRollout(Record, frozen=True, kw_only=True):
             self._check_against(self.openenv)
 
     def _check_against(self, openenv: OpenEnvRolloutProvenance) -> None:
-        # compared as bytes: 0.0 and -0.0 are equal numbers and different records
-        if compact(self.reward) != compact(openenv.episode_return):
+        # 0.0 and -0.0 are equal numbers and different records
+        earned = openenv.episode_return
+        if self.reward != earned or (
+            self.reward == 0 and compact(self.reward) != compact(earned)
+        ):
             raise ValueError("reward differs from openenv.episode_return")
         if self.text != joined_actions(self.segments):
             raise ValueError("text is not the trajectory's actions joined")
@@ -160,7 +163,7 @@ class AgenticGroup(Record, frozen=True, kw_only=True):
 def joined_actions(trajectory: list[TurnSegment]) -> str:
     """Return the text of a rollout: its actions joined by ``<TURN_BREAK>``."""
     return TURN_BREAK.join(
-        segment.content for segment in trajectory if segment.kind == "action"
+        [segment.content for segment in trajectory if segment.kind == "action"]
     )
 
 

@@ -120,14 +120,21 @@ class SchemaCost:
             for node in self._nodes
         )
 
-    def work(self, action: JsonValue, limit: int) -> int:
+    def work(self, action: JsonValue, limit: int, size_bytes: int | None = None) -> int:
         """Count the visits that checking an action can cause, until over ``limit``.
 
         Args:
             action: The action.
             limit: Where counting may stop.
+            size_bytes: Length of its JSON, where known.
         """
         if self._once:
+            # a value of one unit takes a byte at least
+            if (
+                size_bytes is not None
+                and self._all_costs * size_bytes <= limits.MAX_DIAGNOSED_WORK
+            ):
+                return self._all_costs * size_bytes
             bound = self._all_costs * _size_of(action)
             if bound <= limits.MAX_DIAGNOSED_WORK:
                 return bound

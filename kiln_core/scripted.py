@@ -8,6 +8,7 @@ by the turn's generation seed, so candidates of a group differ and a collection 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Final
 
 from kiln_core.canonical import JsonValue, digest_json
@@ -37,7 +38,7 @@ class ScriptedPolicy:
         self.turns = tuple(tuple(replies) for replies in turns)
         self.reasoning = reasoning
 
-    @property
+    @cached_property
     def identity(self) -> BehaviorPolicyIdentity:
         """Who this script is."""
         description: JsonValue = {

@@ -7,7 +7,7 @@ candidates of a group share stands once in the group.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -29,11 +29,13 @@ __all__ = [
 
 TRACE_SCHEMA: Final = "kiln.rollout-trace.v1"
 
+MIN_LOGPROB: Final = -sys.float_info.max
+
 Span: TypeAlias = tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
 """Half-open range ``[start, stop)`` of token positions."""
 
 
-class SamplingTransform(Record, frozen=True, kw_only=True):
+class SamplingTransform(Record, frozen=True, kw_only=True, gc=False):
     """How the sampled distribution was derived from the model's."""
 
     temperature: Annotated[float, Meta(ge=0)]
@@ -44,7 +46,7 @@ class SamplingTransform(Record, frozen=True, kw_only=True):
     """Bound of a turn; the grammar of a guide depends on it."""
 
 
-class TurnTokens(Record, frozen=True, kw_only=True):
+class TurnTokens(Record, frozen=True, kw_only=True, gc=False):
     """The token ids of one policy turn."""
 
     prompt_prefix: Annotated[int, Meta(ge=0)]
@@ -65,9 +67,8 @@ class TurnTokens(Record, frozen=True, kw_only=True):
         if len(self.logprobs) != len(self.action_token_ids):
             raise ValueError("logprobs and action_token_ids differ in length")
         for logprob in self.logprobs:
-            if logprob is not None and (
-                not math.isfinite(logprob) or logprob > MAX_LOGPROB
-            ):
+            # also false for what is not a number
+            if logprob is not None and not MIN_LOGPROB <= logprob <= MAX_LOGPROB:
                 raise ValueError("a log-probability must be finite and <= 0")
         prompt_length = self.prompt_prefix + len(self.prompt_token_ids)
         last = 0
@@ -77,7 +78,7 @@ class TurnTokens(Record, frozen=True, kw_only=True):
             last = stop
 
 
-class TokenTrace(Record, frozen=True, kw_only=True):
+class TokenTrace(Record, frozen=True, kw_only=True, gc=False):
     """The ids of every turn, and what they were sampled with."""
 
     tokenizer_sha256: Sha256
@@ -85,7 +86,7 @@ class TokenTrace(Record, frozen=True, kw_only=True):
     turns: Annotated[list[TurnTokens], Meta(max_length=limits.MAX_STEPS)]
 
 
-class RolloutTrace(Record, frozen=True, kw_only=True):
+class RolloutTrace(Record, frozen=True, kw_only=True, gc=False):
     """Our own member of a scored rollout."""
 
     schema: Literal["kiln.rollout-trace.v1"]
@@ -222,14 +223,14 @@ def check_tokens(
             len(tokens.turns),
         )
     available = shared_prompt_tokens
+    if tokens.turns:
+        first = f"{at}/turns/0"
+        _check_first_prompt(tokens.turns[0], shared_prompt_tokens, first, fail)
     for index, turn in enumerate(tokens.turns):
-        place = f"{at}/turns/{index}"
-        if index == 0:
-            _check_first_prompt(turn, shared_prompt_tokens, place, fail)
         if turn.prompt_prefix > available:
             fail(
                 "dataset_trace",
-                f"{place}/prompt_prefix",
+                f"{at}/turns/{index}/prompt_prefix",
                 "it repeats more than came before",
                 available,
                 turn.prompt_prefix,
@@ -237,7 +238,7 @@ def check_tokens(
         if turn.observation_spans and not (index and observed[index - 1]):
             fail(
                 "dataset_trace",
-                f"{place}/observation_spans",
+                f"{at}/turns/{index}/observation_spans",
                 "no environment text came before this turn",
                 [],
                 turn.observation_spans,

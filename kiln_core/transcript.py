@@ -1,32 +1,38 @@
-"""The rules of one replayed episode, checked against its two other forms.
+"""One rollout of the dataset, derived anew from what went over the wire.
 
-`check_episode` looks at the manifest alone; `check_rollout` derives provenance,
-trajectory and trace anew and compares them with the dataset line. Both report through
-the same callback, so that verification can name file and place.
+`check_rollout` derives provenance, trajectory and trace from the manifest and compares
+them with the dataset line. It reports through a callback, so that verification can name
+file and place.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
-from kiln_core.actions import ActionSchema, InvalidAction, parse_reply, split_reasoning
-from kiln_core.canonical import Sha256, read_json, same_json, same_member
+from kiln_core import limits
+from kiln_core.actions import ActionSchema, InvalidAction, action_bytes, split_reasoning
+from kiln_core.canonical import (
+    Sha256,
+    decoded_bytes,
+    encoded_again,
+    read_json,
+    same_json,
+    same_member,
+)
 from kiln_core.discovery import EnvironmentInspection
+from kiln_core.episode_rules import ENDING_WITH_ERROR, Fail
 from kiln_core.errors import MalformedJson
 from kiln_core.manifest import (
     ObservationResult,
     ReplayCandidate,
     ReplayExchange,
-    ReplayGroup,
-    episode_return,
 )
 from kiln_core.prompt import error_text, observation_text
 from kiln_core.receipt import OpenEnvRolloutSummary
 from kiln_core.records import (
+    ROLLOUT_SCHEMA,
     EpisodeTermination,
     ScoredRollout,
     TurnSegment,
@@ -35,202 +41,75 @@ from kiln_core.records import (
 from kiln_core.selection import harness_code
 from kiln_core.trace import check_tokens
 
-__all__ = ["Fail", "check_episode", "check_rollout"]
+__all__ = ["RolloutSetting", "check_rollout"]
 
-ENDING_WITH_ERROR = EpisodeTermination.PROTOCOL_ERROR
-
-
-class Fail(Protocol):
-    """Raises for one place; never returns."""
-
-    def __call__(
-        self, check: str, pointer: str, message: str, expected: Any, found: Any
-    ) -> NoReturn:
-        """Raise `kiln_core.errors.InvalidBundle`."""
+ROLES: Final = {"action": "assistant", "observation": "tool"}
+"""Who speaks in each kind of segment."""
+SHORT_ACTION: Final = 2 * limits.MAX_JSON_DEPTH
+"""Bytes of JSON that cannot nest too deep for a reply."""
 
 
-def check_episode(
-    candidate: ReplayCandidate, summary: OpenEnvRolloutSummary, at: str, fail: Fail
-) -> None:
-    """Check everything a candidate says of itself in the manifest.
+class RolloutSetting:
+    """What the rollouts of a group are checked against, beside their candidates.
 
-    Args:
-        candidate: The candidate.
-        summary: Its controls.
-        at: JSON Pointer of the candidate.
-        fail: Called for the first contradiction.
+    Attributes:
+        summary: The summary.
+        action_schema: Compiled for the group's environment.
+        shared_prompt_tokens: Length of the group's ``prompt_token_ids``, 0 when absent.
+        provenance: The members of a provenance that all of the group share.
     """
-    if len(candidate.exchanges) > summary.max_steps:
-        fail(
-            "replay_episode",
-            f"{at}/exchanges",
-            "too many exchanges",
-            summary.max_steps,
-            len(candidate.exchanges),
-        )
-    recoverable = 0
-    last = len(candidate.exchanges) - 1
-    for index, exchange in enumerate(candidate.exchanges):
-        place = f"{at}/exchanges/{index}"
-        if exchange.step_index != index:
-            fail(
-                "replay_episode",
-                f"{place}/step_index",
-                "steps must be contiguous",
-                index,
-                exchange.step_index,
-            )
-        ends, recoverable = _ends(exchange, recoverable, summary, place, fail)
-        if ends and index != last:
-            fail(
-                "replay_episode",
-                f"{place}/result",
-                "an exchange follows the end",
-                last,
-                index,
-            )
-    _check_ending(candidate, summary, at, fail)
-    _check_totals(candidate, summary, recoverable, at, fail)
+
+    def __init__(
+        self,
+        *,
+        summary: OpenEnvRolloutSummary,
+        inspection: EnvironmentInspection,
+        action_schema: ActionSchema,
+        seed: int,
+        reset_sha256: Sha256,
+        shared_prompt_tokens: int,
+    ) -> None:
+        self.summary = summary
+        self.action_schema = action_schema
+        self.shared_prompt_tokens = shared_prompt_tokens
+        identity = inspection.identity
+        version = identity.openapi_version
+        self.provenance: dict[str, Any] = {
+            "environment_name": identity.metadata.name,
+            "environment_base_url": identity.base_url,
+            "openapi_version": UNSET if version is None else version,
+            "discovery_sha256": identity.discovery_sha256,
+            "environment_schema_sha256": identity.schema_sha256,
+            "action_schema_sha256": action_schema.sha256,
+            "behavior_policy": summary.behavior_policy,
+            "reset_sha256": reset_sha256,
+            "seed": seed,
+        }
+        shared = {"schema": ROLLOUT_SCHEMA, **_present(self.provenance)}
+        self._opening = encoded_again(shared)[:-1]
+
+    def provenance_bytes(self, own: dict[str, Any]) -> bytes:
+        """Return the canonical bytes of a provenance with these members of its own."""
+        return self._opening + b"," + encoded_again(_present(own))[1:]
 
 
-def _ends(
-    exchange: ReplayExchange,
-    recoverable: int,
-    summary: OpenEnvRolloutSummary,
-    at: str,
-    fail: Fail,
-) -> tuple[bool, int]:
-    """Return whether an exchange ends the episode, and the recoverable errors yet."""
-    result = exchange.result
-    if isinstance(result, ObservationResult):
-        return result.observation.done, recoverable
-    continued = result.error.recoverable and (
-        recoverable < summary.max_recoverable_errors
-    )
-    if result.continued != continued:
-        fail(
-            "replay_episode",
-            f"{at}/result/continued",
-            "the recovery budget says otherwise",
-            continued,
-            result.continued,
-        )
-    return not continued, recoverable + result.error.recoverable
-
-
-def _check_ending(
-    candidate: ReplayCandidate, summary: OpenEnvRolloutSummary, at: str, fail: Fail
-) -> None:
-    ending = _ending(candidate, summary)
-    allowed = {ending}
-    # An invalid reply leaves no exchange, so it looks like an episode cut short.
-    if ending is None:
-        allowed = {EpisodeTermination.INVALID_MODEL_ACTION}
-    if candidate.termination not in allowed:
-        fail(
-            "replay_episode",
-            f"{at}/termination",
-            "the exchanges end otherwise",
-            sorted(str(e.value) for e in allowed if e),
-            candidate.termination.value,
-        )
-    done = candidate.termination is EpisodeTermination.DONE
-    if candidate.terminal_done != done:
-        fail(
-            "replay_episode",
-            f"{at}/terminal_done",
-            "it must follow termination",
-            done,
-            candidate.terminal_done,
-        )
-    ended_by_code = (
-        candidate.termination is ENDING_WITH_ERROR and not _recoverable_last(candidate)
-    )
-    if (candidate.final_state is UNSET) != ended_by_code:
-        fail(
-            "replay_episode",
-            f"{at}/final_state",
-            "it is absent exactly after a terminal code",
-            "absent" if ended_by_code else "present",
-            "absent" if candidate.final_state is UNSET else "present",
-        )
-
-
-def _ending(
-    candidate: ReplayCandidate, summary: OpenEnvRolloutSummary
-) -> EpisodeTermination | None:
-    """Return how the exchanges end; None when they stop without an end."""
-    if candidate.exchanges:
-        result = candidate.exchanges[-1].result
-        if isinstance(result, ObservationResult):
-            if result.observation.done:
-                return EpisodeTermination.DONE
-        elif not result.continued:
-            return ENDING_WITH_ERROR
-    if len(candidate.exchanges) == summary.max_steps:
-        return EpisodeTermination.MAX_STEPS
-    return None
-
-
-def _recoverable_last(candidate: ReplayCandidate) -> bool:
-    result = candidate.exchanges[-1].result
-    return not isinstance(result, ObservationResult) and result.error.recoverable
-
-
-def _check_totals(
-    candidate: ReplayCandidate,
-    summary: OpenEnvRolloutSummary,
-    recoverable: int,
-    at: str,
-    fail: Fail,
-) -> None:
-    if candidate.recoverable_protocol_errors != recoverable:
-        fail(
-            "replay_episode",
-            f"{at}/recoverable_protocol_errors",
-            "the exchanges hold another number",
-            recoverable,
-            candidate.recoverable_protocol_errors,
-        )
-    total = episode_return(
-        [exchange.result for exchange in candidate.exchanges],
-        summary.protocol_error_reward,
-        ended_invalid=(
-            candidate.termination is EpisodeTermination.INVALID_MODEL_ACTION
-        ),
-    )
-    if not math.isfinite(total) or not same_json(total, candidate.episode_return):
-        fail(
-            "replay_return",
-            f"{at}/episode_return",
-            "the rewards sum to another return",
-            total,
-            candidate.episode_return,
-        )
-
-
-class RolloutContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What a dataset rollout is checked against."""
-
-    summary: OpenEnvRolloutSummary
-    inspection: EnvironmentInspection
-    action_schema: ActionSchema
-    group: ReplayGroup
-    reset_sha256: Sha256
-    """Digest of the group's reset object."""
-    candidate: ReplayCandidate
-    shared_prompt_tokens: int
-    """Length of the group's ``prompt_token_ids``, 0 when absent."""
+def _present(members: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in members.items() if value is not UNSET}
 
 
 def check_rollout(
-    rollout: ScoredRollout, context: RolloutContext, at: str, fail: Fail
+    rollout: ScoredRollout,
+    candidate: ReplayCandidate,
+    setting: RolloutSetting,
+    at: str,
+    fail: Fail,
 ) -> None:
     """Check a dataset rollout against the manifest and the summary.
 
     Args:
         rollout: The rollout.
-        context: What it must agree with.
+        candidate: What went over the wire; `check_episode` holds for it.
+        setting: What its group must agree with.
         at: JSON Pointer of the rollout in its line.
         fail: Called for the first contradiction.
     """
@@ -242,27 +121,35 @@ def check_rollout(
             "absent",
             "present",
         )
-    _check_provenance(rollout, context, at, fail)
-    _check_trajectory(rollout.segments, context, f"{at}/trajectory", fail)
+    _check_provenance(rollout, candidate, setting, at, fail)
+    place = f"{at}/trajectory"
+    _check_trajectory(rollout.segments, candidate, setting, place, fail)
     if not isinstance(rollout.trace, UnsetType) and rollout.trace.tokens is not None:
         check_tokens(
             rollout.trace.tokens,
             observed_turns(rollout.segments),
-            context.shared_prompt_tokens,
+            setting.shared_prompt_tokens,
             f"{at}/trace/tokens",
             fail,
         )
 
 
 def _check_provenance(
-    rollout: ScoredRollout, context: RolloutContext, at: str, fail: Fail
+    rollout: ScoredRollout,
+    candidate: ReplayCandidate,
+    setting: RolloutSetting,
+    at: str,
+    fail: Fail,
 ) -> None:
     found = rollout.openenv
     if isinstance(found, UnsetType):
         fail(
             "dataset_provenance", f"{at}/openenv", "it is missing", "present", "absent"
         )
-    for name, wanted in _expected_provenance(context).items():
+    own = _own_provenance(candidate)
+    if setting.provenance_bytes(own) == encoded_again(found):
+        return
+    for name, wanted in (setting.provenance | own).items():
         got = getattr(found, name)
         if not same_member(wanted, got):
             fail(
@@ -274,28 +161,17 @@ def _check_provenance(
             )
 
 
-def _expected_provenance(context: RolloutContext) -> dict[str, Any]:
-    """Return every member of the provenance as the other two files have it.
+def _own_provenance(candidate: ReplayCandidate) -> dict[str, Any]:
+    """Return the members of a provenance that are the candidate's own.
 
     Values, not a record: what is compared may be invalid in both.
     """
-    identity, candidate = context.inspection.identity, context.candidate
-    version = identity.openapi_version
     code: str | UnsetType = UNSET
     if candidate.termination is ENDING_WITH_ERROR:
         result = candidate.exchanges[-1].result
         assert not isinstance(result, ObservationResult)  # noqa: S101 - check_episode
         code = result.error.code
     return {
-        "environment_name": identity.metadata.name,
-        "environment_base_url": identity.base_url,
-        "openapi_version": UNSET if version is None else version,
-        "discovery_sha256": identity.discovery_sha256,
-        "environment_schema_sha256": identity.schema_sha256,
-        "action_schema_sha256": context.action_schema.sha256,
-        "behavior_policy": context.summary.behavior_policy,
-        "reset_sha256": context.reset_sha256,
-        "seed": context.group.seed,
         "steps": len(candidate.exchanges),
         "episode_return": candidate.episode_return,
         "terminal_done": candidate.terminal_done,
@@ -305,9 +181,12 @@ def _expected_provenance(context: RolloutContext) -> dict[str, Any]:
 
 
 def _check_trajectory(
-    segments: list[TurnSegment], context: RolloutContext, at: str, fail: Fail
+    segments: list[TurnSegment],
+    candidate: ReplayCandidate,
+    setting: RolloutSetting,
+    at: str,
+    fail: Fail,
 ) -> None:
-    candidate = context.candidate
     invalid = candidate.termination is EpisodeTermination.INVALID_MODEL_ACTION
     expected = 2 * (len(candidate.exchanges) + invalid)
     if len(segments) != expected:
@@ -319,70 +198,107 @@ def _check_trajectory(
             len(segments),
         )
     for index, exchange in enumerate(candidate.exchanges):
-        place = f"{at}/{2 * index}"
-        _check_role(segments[2 * index], "assistant", "action", place, fail)
-        action = _parsed(segments[2 * index].content, context)
-        if isinstance(action, InvalidAction) or not same_json(action, exchange.action):
-            fail(
-                "dataset_trajectory",
-                place,
-                "it is not the action that was sent",
-                exchange.action,
-                segments[2 * index].content,
-            )
-        _check_result(segments[2 * index + 1], exchange, f"{at}/{2 * index + 1}", fail)
+        _check_action(segments, 2 * index, exchange, setting, at, fail)
+        _check_result(segments, 2 * index + 1, exchange, at, fail)
     if invalid:
-        _check_invalid_tail(segments[-2], segments[-1], context, at, fail)
+        _check_invalid_tail(segments, setting, at, fail)
 
 
-def _parsed(content: str, context: RolloutContext) -> dict[str, Any] | InvalidAction:
-    text = split_reasoning(content, thinking=context.summary.thinking)
+def _check_action(
+    segments: list[TurnSegment],
+    index: int,
+    exchange: ReplayExchange,
+    setting: RolloutSetting,
+    at: str,
+    fail: Fail,
+) -> None:
+    segment = segments[index]
+    # one comparison of records is far cheaper than one of each member
+    if segment != TurnSegment(role="assistant", content=segment.content, kind="action"):
+        _check_role(segment, "action", at, index, fail)
+    if not _is_action(segment.content, exchange.action, setting):
+        fail(
+            "dataset_trajectory",
+            f"{at}/{index}",
+            "it is not the action that was sent",
+            exchange.action,
+            segment.content,
+        )
+
+
+def _is_action(content: str, sent: dict[str, Any], setting: RolloutSetting) -> bool:
+    """Say whether a segment holds the action that was sent."""
+    expected = decoded_bytes(sent)
+    text = split_reasoning(content, thinking=setting.summary.thinking)
     try:
-        return parse_reply(text, context.action_schema)
+        if text.encode() == expected and len(expected) <= SHORT_ACTION:
+            # the reply is canonical, so the value is known without parsing it
+            setting.action_schema.check(sent, len(expected))
+            return True
+        return action_bytes(text, setting.action_schema) == expected
+    except InvalidAction:
+        return False
+
+
+def _parsed(content: str, setting: RolloutSetting) -> bytes | InvalidAction:
+    """Return the canonical bytes of the action in a segment."""
+    text = split_reasoning(content, thinking=setting.summary.thinking)
+    try:
+        return action_bytes(text, setting.action_schema)
     except InvalidAction as invalid:
         return invalid
 
 
 def _check_role(
-    segment: TurnSegment, role: str, kind: str, at: str, fail: Fail
+    segment: TurnSegment, kind: str, at: str, index: int, fail: Fail
 ) -> None:
-    for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
-        found = getattr(segment, name)
-        if found != expected:
-            fail(
-                "dataset_trajectory",
-                f"{at}/{name}",
-                "a turn of an episode has another",
-                expected,
-                found,
-            )
+    role = ROLES[kind]
+    right = segment.role == role and segment.kind == kind
+    if not (right and segment.tool_call_id is UNSET):
+        for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
+            found = getattr(segment, name)
+            if found != expected:
+                fail(
+                    "dataset_trajectory",
+                    f"{at}/{index}/{name}",
+                    "a turn of an episode has another",
+                    expected,
+                    found,
+                )
     if kind == "action":
-        _check_warning(segment, UNSET, at, fail)
+        _check_warning(segment, UNSET, at, index, fail)
 
 
 def _check_result(
-    segment: TurnSegment, exchange: ReplayExchange, at: str, fail: Fail
+    segments: list[TurnSegment],
+    index: int,
+    exchange: ReplayExchange,
+    at: str,
+    fail: Fail,
 ) -> None:
-    _check_role(segment, "tool", "observation", at, fail)
-    result = exchange.result
+    segment, result = segments[index], exchange.result
     if isinstance(result, ObservationResult):
         text = observation_text(result.observation)
-        _check_warning(segment, UNSET, at, fail)
+        if segment == TurnSegment(role="tool", content=text, kind="observation"):
+            return
+        _check_role(segment, "observation", at, index, fail)
+        _check_warning(segment, UNSET, at, index, fail)
         if segment.content != text:
             fail(
                 "dataset_trajectory",
-                f"{at}/content",
+                f"{at}/{index}/content",
                 "it is not the observation of the manifest",
                 text,
                 segment.content,
             )
         return
     text = error_text(result.error, continued=result.continued)
-    _check_warning(segment, len(segment.content.encode()), at, fail)
+    _check_role(segment, "observation", at, index, fail)
+    _check_warning(segment, len(segment.content.encode()), at, index, fail)
     if not _same_text(text, segment.content):
         fail(
             "dataset_trajectory",
-            f"{at}/content",
+            f"{at}/{index}/content",
             "it is not the error of the manifest",
             text,
             segment.content,
@@ -390,12 +306,12 @@ def _check_result(
 
 
 def _check_warning(
-    segment: TurnSegment, expected: int | UnsetType, at: str, fail: Fail
+    segment: TurnSegment, expected: int | UnsetType, at: str, index: int, fail: Fail
 ) -> None:
     if segment.warning_prefix_len != expected:
         fail(
             "dataset_trajectory",
-            f"{at}/warning_prefix_len",
+            f"{at}/{index}/warning_prefix_len",
             "an error is harness text to its last byte, and nothing else is",
             expected,
             segment.warning_prefix_len,
@@ -412,17 +328,14 @@ def _same_text(expected: str, found: str) -> bool:
 
 
 def _check_invalid_tail(
-    action: TurnSegment,
-    error: TurnSegment,
-    context: RolloutContext,
-    at: str,
-    fail: Fail,
+    segments: list[TurnSegment], setting: RolloutSetting, at: str, fail: Fail
 ) -> None:
-    last = 2 * len(context.candidate.exchanges)
-    _check_role(action, "assistant", "action", f"{at}/{last}", fail)
-    _check_role(error, "tool", "observation", f"{at}/{last + 1}", fail)
-    _check_warning(error, len(error.content.encode()), f"{at}/{last + 1}", fail)
-    parsed = _parsed(action.content, context)
+    last = len(segments) - 2
+    action, error = segments[last:]
+    _check_role(action, "action", at, last, fail)
+    _check_role(error, "observation", at, last + 1, fail)
+    _check_warning(error, len(error.content.encode()), at, last + 1, fail)
+    parsed = _parsed(action.content, setting)
     code = parsed.code if isinstance(parsed, InvalidAction) else "a valid action"
     if harness_code(error.content) != code:
         fail(

@@ -10,50 +10,45 @@ strictly and compared by value. Reading files is not done here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Final, NoReturn
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from kiln_core import limits
-from kiln_core.actions import ActionSchema
-from kiln_core.bundle import rollout_record
 from kiln_core.canonical import (
     JsonValue,
-    digest,
-    digest_json,
+    Measured,
+    encoded_again,
     first_difference,
     read_json,
     read_record,
     same_json,
     same_member,
 )
+from kiln_core.capture import outline, read_capture
 from kiln_core.contract import check_contract
-from kiln_core.dataset import TraceLedger, fail_in, read_groups
+from kiln_core.crosscheck import CrossCheck
+from kiln_core.dataset import fail_in, read_groups
 from kiln_core.discovery import websocket_url
 from kiln_core.errors import (
-    InvalidActionSchema,
     InvalidBundle,
     InvalidRecord,
     MalformedJson,
     UsageError,
 )
 from kiln_core.legacy import LEGACY_SCHEMAS, LegacyRolloutSummary, check_version
-from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
+from kiln_core.manifest import OpenEnvReplayManifest
 from kiln_core.plan import check_controls, check_plan, recorded_controls
-from kiln_core.prompt import SYSTEM_PROMPTS, initial_messages
 from kiln_core.provenance import BehaviorPolicyIdentity
 from kiln_core.receipt import (
     SUMMARY_SCHEMA,
     OpenEnvRolloutSummary,
-    OpenEnvTrainingSelection,
     RolloutRecord,
     rollout_stats,
 )
-from kiln_core.records import AgenticGroup
-from kiln_core.selection import TrainingSelector, selector_for
-from kiln_core.transcript import RolloutContext, check_episode, check_rollout
 
 __all__ = [
     "CHECKS",
@@ -75,23 +70,34 @@ class BundleBytes(msgspec.Struct, frozen=True, kw_only=True):
     """The three files as read, with the names that errors use."""
 
     summary: bytes
-    dataset: bytes
+    dataset: bytes | Callable[[], Iterable[bytes]]
+    """The dataset, or what reads it from its start in pieces; it is read twice."""
     replay: bytes
     summary_name: str = "openenv.rollout-summary.json"
     dataset_name: str = "openenv.rollouts.jsonl"
     replay_name: str = "openenv.replay.json"
 
+    def dataset_pieces(self) -> Measured:
+        """Return the dataset in pieces, measured while they are taken."""
+        dataset = self.dataset
+        return Measured((dataset,) if isinstance(dataset, bytes) else dataset())
 
-class VerifiedBundle(msgspec.Struct, frozen=True, kw_only=True):
+
+class VerifiedBundle(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """A bundle of which every check holds."""
 
     summary: OpenEnvRolloutSummary
-    replay: OpenEnvReplayManifest
+    replay_bytes: bytes
     environment_exchanges: int
     retried_rollouts: int
     """Rollouts that needed more than one attempt."""
     traced_rollouts: int
     """Rollouts that carry token ids."""
+
+    @cached_property
+    def replay(self) -> OpenEnvReplayManifest:
+        """The whole replay manifest, decoded when it is first asked for."""
+        return read_record(self.replay_bytes, OpenEnvReplayManifest, "replay manifest")
 
 
 class _Versioned(msgspec.Struct):
@@ -103,11 +109,13 @@ class _Evidence:
 
     summary: OpenEnvRolloutSummary
     replay: OpenEnvReplayManifest
-    traces: TraceLedger
+    """With outlines of its groups."""
+    dataset: CrossCheck
+    pieces: Measured | None
+    """The dataset as it was read last; None where it was in memory all along."""
 
     def __init__(self, files: BundleBytes) -> None:
         self.files = files
-        self.records: list[RolloutRecord] = []
 
 
 def verify_bundle(files: BundleBytes) -> VerifiedBundle:
@@ -124,10 +132,10 @@ def verify_bundle(files: BundleBytes) -> VerifiedBundle:
         check(evidence)
     return VerifiedBundle(
         summary=evidence.summary,
-        replay=evidence.replay,
-        environment_exchanges=sum(record.steps for record in evidence.records),
-        retried_rollouts=evidence.traces.retried,
-        traced_rollouts=evidence.traces.traced,
+        replay_bytes=files.replay,
+        environment_exchanges=sum(record.steps for record in evidence.dataset.records),
+        retried_rollouts=evidence.dataset.retried,
+        traced_rollouts=evidence.dataset.traced,
     )
 
 
@@ -222,43 +230,63 @@ def _check_controls(evidence: _Evidence) -> None:
 
 def _check_digests(evidence: _Evidence) -> None:
     files, summary = evidence.files, evidence.summary
+    dataset, replay = files.dataset_pieces(), Measured((files.replay,))
     for check, file, data, size, sha256 in (
         (
             "dataset_digest",
             files.dataset_name,
-            files.dataset,
+            dataset,
             summary.dataset_bytes,
             summary.dataset_sha256,
         ),
         (
             "replay_digest",
             files.replay_name,
-            files.replay,
+            replay,
             summary.replay_bytes,
             summary.replay_sha256,
         ),
     ):
         fail = fail_in(file)
-        if len(data) != size:
-            fail(check, "", "its size is not the one in the summary", size, len(data))
-        if digest(data) != sha256:
+        for _ in data:
+            pass
+        if data.size_bytes != size:
+            fail(
+                check,
+                "",
+                "its size is not the one in the summary",
+                size,
+                data.size_bytes,
+            )
+        if data.sha256 != sha256:
             fail(
                 check,
                 "",
                 "its digest is not the one in the summary",
                 sha256,
-                digest(data),
+                data.sha256,
             )
 
 
 def _check_replay_record(evidence: _Evidence) -> None:
-    name = evidence.files.replay_name
+    files, name = evidence.files, evidence.files.replay_name
+    whole = isinstance(files.dataset, bytes)
+    evidence.pieces = None if whole else files.dataset_pieces()
+    evidence.dataset = CrossCheck(
+        evidence.summary,
+        read_groups(evidence.pieces or files.dataset_pieces(), files.dataset_name),
+        (files.summary_name, files.dataset_name, files.replay_name),
+    )
+    outlines = []
     try:
-        evidence.replay = read_record(
-            evidence.files.replay, OpenEnvReplayManifest, name
-        )
+        capture = read_capture(files.replay, name)
+        for index in range(len(capture)):
+            group = capture.group(index)
+            evidence.dataset.add(group)
+            outlines.append(outline(group))
     except (MalformedJson, InvalidRecord) as error:
         raise _invalid(error, "replay_record", name) from error
+    evidence.replay = capture.head.manifest(outlines)
 
 
 def _check_links(evidence: _Evidence) -> None:
@@ -293,132 +321,26 @@ def _check_plan(evidence: _Evidence) -> None:
 
 
 def _check_episodes(evidence: _Evidence) -> None:
-    fail = fail_in(evidence.files.replay_name)
-    for index, group in enumerate(evidence.replay.groups):
-        for place, candidate in enumerate(group.candidates):
-            at = f"/groups/{index}/candidates/{place}"
-            check_episode(candidate, evidence.summary, at, fail)
+    evidence.dataset.finish_episodes()
 
 
 def _check_dataset(evidence: _Evidence) -> None:
-    files, replay = evidence.files, evidence.replay
-    evidence.traces = TraceLedger(evidence.summary)
-    schemas = _action_schemas(evidence)
-    selector = _selector(evidence.summary)
-    count = 0
-    for count, group in enumerate(read_groups(files.dataset, files.dataset_name), 1):
-        if count <= len(replay.groups):
-            _check_group(evidence, group, replay.groups[count - 1], schemas)
-            if selector is not None:
-                selector.select(group)
-    if count != len(replay.groups):
-        fail_in(files.dataset_name)(
-            "dataset_groups",
+    evidence.dataset.finish()
+    # a file that is read again may have become another
+    found, expected = evidence.pieces, evidence.summary.dataset_sha256
+    if found is not None and found.sha256 != expected:
+        fail_in(evidence.files.dataset_name)(
+            "dataset_digest",
             "",
-            "the manifest has another number of groups",
-            len(replay.groups),
-            count,
+            "it changed while it was read",
+            expected,
+            found.sha256,
         )
-    recorded = evidence.summary.training_selection
-    if selector is not None and not isinstance(recorded, UnsetType):
-        fail = fail_in(evidence.files.summary_name)
-        _check_selection(recorded, selector.record(), fail)
-
-
-def _check_group(
-    evidence: _Evidence,
-    group: AgenticGroup,
-    captured: ReplayGroup,
-    schemas: list[ActionSchema],
-) -> None:
-    fail = fail_in(evidence.files.dataset_name, captured.group_index + 1)
-    inspection = evidence.summary.environments[captured.environment_index]
-    prompts = [
-        initial_messages(inspection, captured.reset_observation, version + 1)
-        for version in range(len(SYSTEM_PROMPTS))
-    ]
-    if group.messages not in prompts:
-        fail(
-            "dataset_prompt",
-            "/messages",
-            "no prompt version gives these messages for the captured reset",
-            [message.content for message in prompts[-1]],
-            [message.content for message in group.messages],
-        )
-    if len(group.completions) != len(captured.candidates):
-        fail(
-            "dataset_groups",
-            "/completions",
-            "the manifest has another number",
-            len(captured.candidates),
-            len(group.completions),
-        )
-    shared = group.prompt_token_ids
-    reset_sha256 = digest_json(captured.reset_payload)
-    for index, (rollout, candidate) in enumerate(
-        zip(group.completions, captured.candidates, strict=True)
-    ):
-        context = RolloutContext(
-            summary=evidence.summary,
-            inspection=inspection,
-            action_schema=schemas[captured.environment_index],
-            group=captured,
-            reset_sha256=reset_sha256,
-            candidate=candidate,
-            shared_prompt_tokens=0 if isinstance(shared, UnsetType) else len(shared),
-        )
-        check_rollout(rollout, context, f"/completions/{index}", fail)
-        evidence.records.append(
-            rollout_record(captured.group_index, inspection, rollout, candidate)
-        )
-    evidence.traces.add(captured.environment_index, group, fail)
-
-
-def _action_schemas(evidence: _Evidence) -> list[ActionSchema]:
-    schemas = []
-    for index, inspection in enumerate(evidence.summary.environments):
-        try:
-            schemas.append(ActionSchema(inspection.schema.action))
-        except InvalidActionSchema as error:
-            raise InvalidBundle(
-                f"{evidence.files.summary_name}: {error.message}",
-                check="summary_record",
-                file=evidence.files.summary_name,
-                pointer=f"/environments/{index}/schema/action",
-            ) from error
-    return schemas
-
-
-def _selector(summary: OpenEnvRolloutSummary) -> TrainingSelector | None:
-    """Return what repeats the recorded selection; None where none is recorded."""
-    if summary.training_selection is UNSET:
-        return None
-    contract = summary.training_contract
-    if isinstance(contract, UnsetType):
-        return TrainingSelector()
-    return selector_for(contract.effective_config)
-
-
-def _check_selection(
-    recorded: OpenEnvTrainingSelection,
-    expected: OpenEnvTrainingSelection,
-    fail: Callable[..., NoReturn],
-) -> None:
-    for name in recorded.__struct_fields__:
-        wanted, found = getattr(expected, name), getattr(recorded, name)
-        if name != "warnings" and wanted != found:
-            fail(
-                "summary_selection",
-                f"/training_selection/{name}",
-                "the dataset gives another selection",
-                wanted,
-                found,
-            )
 
 
 def _check_records(evidence: _Evidence) -> None:
     fail = fail_in(evidence.files.summary_name)
-    recorded, derived = evidence.summary.rollouts, evidence.records
+    recorded, derived = evidence.summary.rollouts, evidence.dataset.records
     if len(recorded) != len(derived):
         fail(
             "summary_rollouts",
@@ -428,6 +350,8 @@ def _check_records(evidence: _Evidence) -> None:
             len(recorded),
         )
     for index, (expected, found) in enumerate(zip(derived, recorded, strict=True)):
+        if encoded_again(expected) == encoded_again(found):
+            continue
         for name in RolloutRecord.__struct_fields__:
             wanted, got = getattr(expected, name), getattr(found, name)
             if not same_member(wanted, got):

@@ -13,8 +13,9 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -40,11 +41,13 @@ __all__ = [
     "publish_file",
     "read_bundle",
     "read_regular",
+    "regular_pieces",
     "replace_file",
     "withdraw",
 ]
 
 READ_FLAGS: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+PIECE_BYTES: Final = limits.MIB
 CREATE_FLAGS: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 NO_HARD_LINKS: Final = frozenset(
@@ -124,6 +127,36 @@ def read_regular(path: Path, limit_bytes: int, what: str) -> bytes:
         FileUnreadable: It is missing or not permitted.
         IrregularFile: It is a link or no regular file, or over the bound.
     """
+    # one read of the whole file, so that it is never in memory twice
+    return b"".join(_read(path, limit_bytes, what, limit_bytes + 1))
+
+
+def regular_pieces(
+    path: Path, limit_bytes: int, what: str
+) -> Callable[[], Iterator[bytes]]:
+    """Return what reads a regular file in pieces, from its start at each call.
+
+    Args:
+        path: The file.
+        limit_bytes: Its bound.
+        what: Names it in errors.
+
+    Raises:
+        FileUnreadable: It is missing or not permitted.
+        IrregularFile: It is a link or no regular file, or over the bound.
+    """
+    for _ in _read(path, limit_bytes, what, 0):
+        pass
+    return partial(_read, path, limit_bytes, what, PIECE_BYTES)
+
+
+def _read(path: Path, limit_bytes: int, what: str, piece_bytes: int) -> Iterator[bytes]:
+    """Yield a file in pieces; in none when pieces are empty.
+
+    Raises:
+        FileUnreadable: It is missing or not permitted.
+        IrregularFile: It is a link or no regular file, or over the bound.
+    """
     try:
         descriptor = os.open(path, READ_FLAGS)
     except (OSError, ValueError) as error:
@@ -134,7 +167,7 @@ def read_regular(path: Path, limit_bytes: int, what: str) -> bytes:
         failure = _unreadable(path, what, error)
         raise failure from error
     try:
-        return _read_opened(descriptor, path, limit_bytes, what)
+        yield from _read_opened(descriptor, path, limit_bytes, what, piece_bytes)
     except OSError as error:
         failure = _unreadable(path, what, error)
         raise failure from error
@@ -142,21 +175,25 @@ def read_regular(path: Path, limit_bytes: int, what: str) -> bytes:
         os.close(descriptor)
 
 
-def _read_opened(descriptor: int, path: Path, limit_bytes: int, what: str) -> bytes:
+def _read_opened(
+    descriptor: int, path: Path, limit_bytes: int, what: str, piece_bytes: int
+) -> Iterator[bytes]:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise IrregularFile(f"{what} {path} is no regular file", file=str(path))
-    data = b""
-    if status.st_size <= limit_bytes:
+    size = status.st_size
+    if size <= limit_bytes:
+        size = 0
         with os.fdopen(descriptor, "rb", closefd=False) as file:
-            data = file.read(limit_bytes + 1)
-    if max(status.st_size, len(data)) > limit_bytes:
+            while size <= limit_bytes and (piece := file.read(piece_bytes)):
+                size += len(piece)
+                yield piece
+    if size > limit_bytes:
         raise IrregularFile(
             f"{what} {path} is over {limit_bytes} bytes",
             file=str(path),
             limit_bytes=limit_bytes,
         )
-    return data
 
 
 def locate_bundle(
@@ -183,7 +220,11 @@ def locate_bundle(
 
 
 def read_bundle(
-    summary_path: Path, dataset: Path | None = None, replay: Path | None = None
+    summary_path: Path,
+    dataset: Path | None = None,
+    replay: Path | None = None,
+    *,
+    whole: bool = True,
 ) -> tuple[BundleBytes, Path, Path]:
     """Read the three files of a bundle.
 
@@ -191,6 +232,7 @@ def read_bundle(
         summary_path: The summary file.
         dataset: Overrides where the dataset is.
         replay: Overrides where the replay manifest is.
+        whole: Whether the dataset is read now, or in pieces when it is verified.
 
     Returns:
         The bytes, and the paths of dataset and replay manifest.
@@ -206,7 +248,9 @@ def read_bundle(
     dataset_path, replay_path = locate_bundle(summary_path, summary, dataset, replay)
     files = BundleBytes(
         summary=summary_bytes,
-        dataset=read_regular(dataset_path, limit, "dataset"),
+        dataset=(read_regular if whole else regular_pieces)(
+            dataset_path, limit, "dataset"
+        ),
         replay=read_regular(replay_path, limit, "replay manifest"),
         summary_name=str(summary_path),
         dataset_name=str(dataset_path),

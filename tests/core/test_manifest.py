@@ -14,8 +14,8 @@ from kiln_core.manifest import (
     ProtocolError,
     ProtocolErrorResult,
     episode_return,
+    observation_bytes,
     reward_is_finite,
-    sorted_observation,
     training_reward,
     wire_observation,
 )
@@ -120,12 +120,12 @@ def test_observation_is_sorted_by_value_alone() -> None:
         done=True,
         metadata={"y": 1, "x": 2},
     )
-    assert compact(sorted_observation(one)) == (
+    assert observation_bytes(one) == (
         b'{"observation":{"a":1,"b":{"c":2,"d":1}},"reward":1,"done":true,'
         b'"metadata":{"x":2,"y":1}}'
     )
     plain = Observation(observation=1, reward=None, done=False)
-    assert sorted_observation(plain) == plain
+    assert observation_bytes(plain) == compact(plain)
     assert wire_observation(plain) == {"observation": 1, "reward": None, "done": False}
 
 

@@ -17,7 +17,7 @@ from kiln_core.actions import ActionSchema
 from kiln_core.canonical import compact, digest, pretty
 from kiln_core.errors import InvalidBundle
 from kiln_core.records import EpisodeTermination, OpenEnvRolloutProvenance
-from kiln_core.transcript import RolloutContext, _expected_provenance
+from kiln_core.transcript import RolloutSetting, _own_provenance
 from kiln_core.verify import BundleBytes, read_summary
 from tests.core.bundles import (
     DROP,
@@ -799,17 +799,19 @@ def test_every_member_of_the_provenance_is_derived_again() -> None:
     bundle = collection.bundle()
     verified = verify(bytes_of(bundle))
     inspection = verified.summary.environments[0]
-    context = RolloutContext(
+    group = verified.replay.groups[0]
+    setting = RolloutSetting(
         summary=verified.summary,
         inspection=inspection,
         action_schema=ActionSchema(inspection.schema.action),
-        group=verified.replay.groups[0],
+        seed=group.seed,
         reset_sha256=sha("0"),
-        candidate=verified.replay.groups[0].candidates[0],
         shared_prompt_tokens=0,
     )
+    own = _own_provenance(group.candidates[0])
     members = set(OpenEnvRolloutProvenance.__struct_fields__) - {"schema"}
-    assert set(_expected_provenance(context)) == members
+    assert set(setting.provenance) | set(own) == members
+    assert not set(setting.provenance) & set(own)
 
 
 VECTORS = Path(__file__).parents[1] / "vectors"

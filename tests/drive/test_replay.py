@@ -9,7 +9,7 @@ import anyio
 import msgspec
 import pytest
 
-from kiln_core.canonical import compact
+from kiln_core.canonical import compact, pretty
 from kiln_core.drive import recover as recovering
 from kiln_core.drive.collect import CollectionRequest, collect
 from kiln_core.drive.http import Credential, environment_client
@@ -730,7 +730,7 @@ async def test_recorded_url_that_is_none(url: str) -> None:
         environments=[msgspec.structs.replace(environment, identity=identity)],
     )
     with pytest.raises(UsageError):
-        await again(msgspec.structs.replace(bundle, replay=replay))
+        await again(msgspec.structs.replace(bundle, replay_bytes=pretty(replay)))
 
 
 async def test_cancelled_replay_leaves_no_session() -> None:
