@@ -43,7 +43,7 @@ contracts: setup
 	$(BIN)/python scripts/export_contracts.py --check
 
 bench: setup
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks --report
 
 lock:
 	$(PYTHON) -m pip install -q uv && $(PYTHON) -m uv pip compile pyproject.toml --extra all --extra dev --universal --python-version 3.11 --generate-hashes --no-header -q -o constraints.txt

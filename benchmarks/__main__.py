@@ -1,25 +1,31 @@
-"""Run every benchmark, or those named: ``python -m benchmarks [NAME ...]``."""
+"""Run every benchmark, or those named: ``python -m benchmarks [NAME ...] [--report]``."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from importlib import import_module
 
-from benchmarks.harness import save
+from benchmarks.harness import line, results, save
+from benchmarks.report import PAGE, page
 
-NAMES = ("command_start", "environment_steps", "offline_verify")
+NAMES = ("command_start", "environment_steps", "growth", "verify")
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     """Run, print one line each, and write the results."""
-    for name in names or NAMES:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAME")
+    parser.add_argument(
+        "--report", action="store_true", help="write docs/performance.md"
+    )
+    options = parser.parse_args(arguments)
+    for name in options.names or ([] if options.report else NAMES):
         for document in import_module(f"benchmarks.{name}").measure():
             save(document)
-            peer = document["peer"]
-            print(
-                f"{document['name']}: {document['ours']:.4g} {document['unit']}, "
-                f"{document['ratio']:.2f}x {peer['name']} ({peer['value']:.4g})"
-            )
+            print(line(document), flush=True)
+    if options.report:
+        PAGE.write_text(page(results()))
     return 0
 
 

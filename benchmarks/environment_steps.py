@@ -9,76 +9,85 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Final
 
 import aiohttp
 import anyio
 
-from benchmarks.harness import interleaved, result
+from benchmarks.harness import Result, Target, installed, interleaved, result
 from kiln_core.drive.collect import CollectionRequest, EnvironmentTarget, collect
 from kiln_core.plan import CollectionControls
 from kiln_core.scripted import ScriptedPolicy
 
-STEPS = 68
+STEPS: Final = 68
 """Of an episode: three additions, then refusals until the budget of errors ends."""
-EPISODES = 8
-"""Per session, so that discovery does not weigh."""
-SESSIONS = (1, 32)
-SERVE = ("examples.environments", "serve", "counter", "--port", "0")
-BAD = '{"amount": 0}'
+EPISODES: Final = {1: 8, 32: 2}
+"""Per session, by sessions at a time: enough that discovery does not weigh."""
+SERVE: Final = ("examples.environments", "serve", "counter", "--port", "0")
+BAD: Final = '{"amount": 0}'
 """Refused by the counter with a recoverable error, so an episode can be long."""
+LIBRARIES: Final = ("aiohttp", "openenv", "websockets")
 
 
-def measure() -> list[dict[str, Any]]:
-    """Return steps per second at 1 and 32 sessions, against both peers."""
+def measure() -> Iterator[Result]:
+    """Yield steps per second at 1 and 32 sessions, against both peers.
+
+    Raises:
+        SystemExit: The SDK, which serves the environment, is not installed.
+    """
+    if installed("openenv") is None:
+        raise SystemExit(
+            "the server of this benchmark needs benchmarks/requirements-peers.txt"
+        )
+    with counter_server() as url:
+        for sessions in EPISODES:
+            yield from _at(url, sessions)
+
+
+@contextmanager
+def counter_server() -> Iterator[str]:
+    """Run a real server of the SDK; give its address."""
     server = subprocess.Popen(
-        [
-            sys.executable,
-            *["-m", "examples.environments", "serve", "counter", "--port", "0"],
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", *SERVE], stdout=subprocess.PIPE, text=True
     )
     try:
-        url = (server.stdout.readline() if server.stdout else "").split()[-1]
-        return [document for sessions in SESSIONS for document in _at(url, sessions)]
+        yield (server.stdout.readline() if server.stdout else "").split()[-1]
     finally:
         server.terminate()
         server.wait()
 
 
-def _at(url: str, sessions: int) -> list[dict[str, Any]]:
+def _at(url: str, sessions: int) -> Iterator[Result]:
     def ours() -> float:
-        return anyio.run(_kiln, url, sessions)
+        return anyio.run(play_kiln, url, sessions)
 
-    sdk = interleaved(ours, lambda: anyio.run(_sdk, url, sessions))
-    raw = interleaved(ours, lambda: anyio.run(_raw, url, sessions))
-    libraries = ("aiohttp", "openenv", "websockets")
-    return [
-        result(
-            f"environment_steps_{sessions}_sdk",
+    for name, title, play, bar, goal in (
+        ("sdk", "the SDK's async client", _sdk, 1.0, 1.0),
+        ("raw", "raw aiohttp", _raw, 0.9, 0.9),
+    ):
+        yield result(
+            f"environment_steps_{sessions}_{name}",
             "steps/s",
-            sdk,
-            "the SDK's async client",
-            libraries,
-        ),
-        result(
-            f"environment_steps_{sessions}_raw",
-            "steps/s",
-            raw,
-            "raw aiohttp",
-            libraries,
-        ),
-    ]
+            interleaved(ours, partial(anyio.run, play, url, sessions)),
+            title,
+            Target(bar=bar, goal=goal),
+            LIBRARIES,
+        )
 
 
-async def _kiln(url: str, sessions: int) -> float:
+async def play_kiln(
+    url: str, sessions: int, groups: int = 0, steps: int = STEPS
+) -> float:
+    """Collect once; return steps per second."""
     request = CollectionRequest(
         environments=(EnvironmentTarget(base_url=url),),
         controls=CollectionControls(
-            groups=EPISODES,
+            groups=groups or EPISODES[sessions],
             group_size=sessions,
-            max_steps=STEPS,
+            max_steps=steps,
             concurrency=sessions,
             max_recoverable_errors=64,
         ),
@@ -93,7 +102,7 @@ async def _kiln(url: str, sessions: int) -> float:
 
 async def _raw(url: str, sessions: int) -> float:
     async def play(http: aiohttp.ClientSession) -> None:
-        for _ in range(EPISODES):
+        for _ in range(EPISODES[sessions]):
             await episode(http)
 
     async def episode(http: aiohttp.ClientSession) -> None:
@@ -110,14 +119,14 @@ async def _raw(url: str, sessions: int) -> float:
     async with aiohttp.ClientSession() as http, anyio.create_task_group() as group:
         for _ in range(sessions):
             group.start_soon(play, http)
-    return sessions * EPISODES * STEPS / (time.perf_counter() - started)
+    return sessions * EPISODES[sessions] * STEPS / (time.perf_counter() - started)
 
 
 async def _sdk(url: str, sessions: int) -> float:
     from openenv.core import GenericEnvClient
 
     async def play() -> None:
-        for _ in range(EPISODES):
+        for _ in range(EPISODES[sessions]):
             await episode()
 
     async def episode() -> None:
@@ -133,4 +142,4 @@ async def _sdk(url: str, sessions: int) -> float:
     async with anyio.create_task_group() as group:
         for _ in range(sessions):
             group.start_soon(play)
-    return sessions * EPISODES * STEPS / (time.perf_counter() - started)
+    return sessions * EPISODES[sessions] * STEPS / (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Interleaved measurement and the one JSON form of a result."""
+"""Interleaved measurement, the one JSON form of a result, and the page made of them."""
 
 from __future__ import annotations
 
@@ -8,70 +8,148 @@ import statistics
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from kiln_core.canonical import pretty
+import msgspec
 
 RESULTS: Final = Path(__file__).parent / "results"
 ROUNDS: Final = 5
 
 
+class Samples(msgspec.Struct, frozen=True):
+    """Figures of both sides, pair by pair."""
+
+    ours: list[float]
+    peer: list[float]
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """Where it was measured; no name and no path of it."""
+
+    machine: str
+    cores: int
+    python: str
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a figure is measured against."""
+
+    name: str
+    value: float | None
+    """None when it is not installed."""
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What a ratio should be."""
+
+    bar: float
+    """Asked for."""
+    goal: float
+    """Aimed at."""
+    higher_is_better: bool = True
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """One figure."""
+
+    name: str
+    unit: str
+    ours: float
+    peer: Peer
+    ratio: float | None
+    """Ours over the peer's."""
+    target: Target
+    samples: Samples
+    versions: dict[str, str]
+    cpu: Machine
+    load: float
+    """Processes that wanted to run, on average of the last minute."""
+
+
 def interleaved(
     ours: Callable[[], float], peer: Callable[[], float], rounds: int = ROUNDS
-) -> tuple[float, float]:
-    """Measure A, B, A, B, ... and return the medians.
+) -> Samples:
+    """Measure A, B, A, B, ... after one pair to warm up.
 
     Args:
         ours: Returns one figure of ours.
         peer: Returns one figure of the peer.
-        rounds: Pairs, after one warm-up pair.
+        rounds: Pairs.
     """
     ours(), peer()
     pairs = [(ours(), peer()) for _ in range(rounds)]
-    return (
-        statistics.median(one for one, _ in pairs),
-        statistics.median(other for _, other in pairs),
-    )
+    return Samples([one for one, _ in pairs], [other for _, other in pairs])
+
+
+def against(number: float, ours: Callable[[], float], rounds: int = ROUNDS) -> Samples:
+    """Measure against a number instead of a program."""
+    ours()
+    return Samples([ours() for _ in range(rounds)], [number])
 
 
 def result(
     name: str,
     unit: str,
-    figures: tuple[float, float],
+    samples: Samples,
     peer: str,
+    target: Target,
     libraries: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """Return a result: ours, the peer's, and their ratio.
+) -> Result:
+    """Return a result: medians and their ratio.
 
     Args:
         name: Of the figure; also its file name.
         unit: Of both figures.
-        figures: Ours and the peer's.
+        samples: What was measured; none of the peer when it is missing.
         peer: What it was measured against.
+        target: What the ratio should be.
         libraries: Distributions whose versions matter.
     """
-    ours, theirs = figures
-    return {
-        "name": name,
-        "unit": unit,
-        "ours": ours,
-        "peer": {"name": peer, "value": theirs},
-        "ratio": ours / theirs,
-        "versions": {library: _version(library) for library in libraries},
-        "cpu": {"machine": platform.machine(), "count": os.cpu_count()},
-        "load": os.getloadavg()[0],
-    }
+    ours = statistics.median(samples.ours)
+    theirs = statistics.median(samples.peer) if samples.peer else None
+    return Result(
+        name=name,
+        unit=unit,
+        ours=ours,
+        peer=Peer(name=peer, value=theirs),
+        ratio=None if theirs is None else ours / theirs,
+        target=target,
+        samples=samples,
+        versions={library: installed(library) or "missing" for library in libraries},
+        cpu=Machine(
+            machine=platform.machine(),
+            cores=os.cpu_count() or 0,
+            python=platform.python_version(),
+        ),
+        load=round(os.getloadavg()[0], 2),
+    )
 
 
-def save(document: dict[str, Any]) -> None:
-    """Write a result where ``docs/performance.md`` looks for it."""
+def save(document: Result) -> None:
+    """Write a result where the page is made from."""
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{document['name']}.json"
-    path.write_bytes(pretty(document))
+    data = msgspec.json.format(msgspec.json.Encoder().encode(document), indent=2)
+    (RESULTS / f"{document.name}.json").write_bytes(data + b"\n")
 
 
-def _version(library: str) -> str:
+def results() -> list[Result]:
+    """Return the results that are checked in, by name."""
+    files = sorted(RESULTS.glob("*.json"))
+    return [msgspec.json.decode(file.read_bytes(), type=Result) for file in files]
+
+
+def line(document: Result) -> str:
+    """Return a result in one line."""
+    ours = f"{document.name}: {document.ours:.4g} {document.unit}"
+    if document.ratio is None:
+        return f"{ours}; {document.peer.name} is missing"
+    peer = f"{document.peer.name} ({document.peer.value:.4g})"
+    return f"{ours}, {document.ratio:.2f}x {peer}, load {document.load}"
+
+
+def installed(library: str) -> str | None:
+    """Return the version of a distribution, None when it is missing."""
     try:
         return version(library)
     except PackageNotFoundError:
-        return "missing"
+        return None
