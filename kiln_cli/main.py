@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from importlib.metadata import entry_points
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -120,6 +119,8 @@ class LazyGroup(click.Group):
     def _entry_points(self) -> dict[str, Any]:
         if self._plugins is None:
             return {}
+        from importlib.metadata import entry_points
+
         return {entry.name: entry for entry in entry_points(group=self._plugins)}
 
 

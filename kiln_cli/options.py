@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kiln_core import limits
-from kiln_core.bundle import BundlePaths
 from kiln_core.canonical import JsonValue, read_json
 from kiln_core.discovery import environment_url
 from kiln_core.errors import ArtifactError, UsageError
-from kiln_core.plan import CollectionControls, controls_from, reset_templates
 
 if TYPE_CHECKING:
+    from kiln_core.bundle import BundlePaths
     from kiln_core.drive.http import EnvironmentClient
+    from kiln_core.plan import CollectionControls
 
 __all__ = [
     "ON_OFF",
@@ -207,6 +207,8 @@ def bundle_paths(flags: dict[str, Any]) -> BundlePaths:
     Raises:
         UsageError: The summary could not record one.
     """
+    from kiln_core.bundle import BundlePaths
+
     return BundlePaths(
         dataset=recordable(flags["output"]),
         replay=recordable(flags["replay_output"]),
@@ -236,6 +238,8 @@ def controls_of(flags: dict[str, Any]) -> CollectionControls:
     Raises:
         UsageError: A value has the wrong type.
     """
+    from kiln_core.plan import CollectionControls, controls_from
+
     names = CollectionControls.__struct_fields__
     values = {name: flags[name] for name in names if name in flags}
     values["thinking"] = flags["thinking"] == "true"
@@ -298,6 +302,8 @@ def templates_of(flags: dict[str, Any], environments: int) -> list[dict[str, Any
     Raises:
         UsageError: A file is unusable, or files and environments do not align.
     """
+    from kiln_core.plan import reset_templates
+
     shared_file: Path | None = flags["reset_options"]
     shared = read_options(shared_file) if shared_file is not None else {}
     aligned = [

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kiln_core.canonical import compact
-from kiln_core.ports import Observer, Silent
+
+if TYPE_CHECKING:
+    from kiln_core.ports import Observer
 
 __all__ = [
     "Interrupted",
@@ -159,6 +161,8 @@ class BarProgress:
 def progress(*, as_json: bool) -> Iterator[Observer]:
     """Open the progress display that fits where stderr goes."""
     if as_json or sys.stderr is None:
+        from kiln_core.ports import Silent
+
         yield Silent()
     elif not sys.stderr.isatty():
         yield PlainProgress()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import PurePath
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,7 +27,6 @@ from kiln_core.canonical import (
 )
 from kiln_core.contract import OpenEnvTrainingContract
 from kiln_core.discovery import CLIENT_PROFILE, EnvironmentInspection
-from kiln_core.episode import Episode
 from kiln_core.errors import EpisodeUnfit, PolicyDrift, UsageError
 from kiln_core.manifest import (
     REPLAY_SCHEMA,
@@ -57,6 +56,9 @@ from kiln_core.records import (
     observed_turns,
 )
 from kiln_core.trace import TRACE_SCHEMA, RolloutTrace, prompt_token_ids, token_trace
+
+if TYPE_CHECKING:
+    from kiln_core.episode import Episode
 
 __all__ = [
     "Bundle",
