@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 SOURCES := kiln_core kiln_cli kiln_server kiln_train_jax
 WORKERS ?= 2
-EDGE := tests/core tests/drive tests/interop
+EDGE := tests/core tests/drive tests/interop tests/server/test_client.py
 COVER := --cov=kiln_core --cov-branch --cov-report=term:skip-covered --cov-fail-under=98
 
 .PHONY: setup demo test test-long check format lint types layers contracts bench clean lock

@@ -40,7 +40,7 @@ LEAVES = {p: c for p, c in ALL.items() if not isinstance(c, click.Group)}
 EXPECTED = {
     *("serve", "health", "openenv inspect", "openenv rollout", "openenv train"),
     *("openenv verify", "openenv replay", "openenv evaluate", "openenv tasks"),
-    "train status",
+    *("train explain", "train grpo", "train status"),
     *("adapters list", "adapters load", "adapters unload"),
 }
 

@@ -627,10 +627,15 @@ async def test_failing_policy_passes_its_error() -> None:
 
 async def test_cancelled_policy_leaves_the_session_closed() -> None:
     async with Simulator().serving() as server:
-        with anyio.move_on_after(0.05):
+        with anyio.CancelScope() as scope:
+
+            async def cancelled() -> None:
+                scope.cancel()
+                await sleepy(5)
+
             async with session(server.url) as opened:
                 await opened.exchange(RESET)
-                await opened.pumped(lambda: sleepy(5))
+                await opened.pumped(cancelled)
         assert await server.all_ended()
         assert server.peers[0].commands == ["reset", "close"]
         assert server.peers[0].close_code == 1000
