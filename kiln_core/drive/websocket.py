@@ -2,21 +2,21 @@
 
 A reader task sits in ``receive`` for the whole life of the socket, since aiohttp
 answers pings only there, and since a frame that comes unasked must be seen at once.
-While the policy thinks, the state is read periodically so that servers which expect
-application traffic keep the session.
+While the policy thinks, a second task reads the state periodically so that servers
+which expect application traffic keep the session.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from select import POLLIN, poll
 from socket import SHUT_RDWR
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import aiohttp
 import anyio
 import anyio.lowlevel
-from anyio.abc import TaskGroup
 
 from kiln_core import limits
 from kiln_core.discovery import websocket_url
@@ -59,6 +59,10 @@ DRAIN_SECONDS = 1.0
 """How long a failed send waits for a frame that explains it."""
 SETTLE_TURNS = 3
 """Turns of the event loop in which bytes that the kernel holds reach the machine."""
+TAKEN_TURNS = 2
+"""Turns in which bytes that the event loop has read reach it."""
+IDLE_SHARE = 4
+"""Looks at whether the policy thinks, per interval of the keep-alive."""
 TRY_AGAIN_LATER = 1013
 """WebSocket close code (IANA registry) that counts as a full server."""
 
@@ -87,6 +91,13 @@ class SessionTimes:
         )
 
 
+class _Refresh(NamedTuple):
+    """A read of the state while the policy thinks."""
+
+    scope: anyio.CancelScope
+    done: anyio.Event
+
+
 class EnvironmentSession:
     """A live session; use `open_session`."""
 
@@ -104,7 +115,17 @@ class EnvironmentSession:
         self._where = where
         self._answer: Event | None = None
         self._arrived = anyio.Event()
-        self._pump: TaskGroup | None = None
+        self._pending = poll()
+        if self._raw_socket is not None:
+            self._pending.register(self._raw_socket.fileno(), POLLIN)
+        self._thinking: anyio.CancelScope | None = None
+        """Around the policy's call while it is awaited."""
+        self._due = 0.0
+        """When the state is read next, if the policy still thinks then."""
+        self._refresh: _Refresh | None = None
+        """The read of the state that is under way."""
+        self._failure: KilnError | None = None
+        """Why no state can be read any more."""
 
     async def exchange(self, command: Command) -> Event:
         """Send a command and wait for its answer.
@@ -116,9 +137,13 @@ class EnvironmentSession:
             SessionLost: The socket died or no answer came in time.
             RemoteProtocolError: The peer broke the protocol.
         """
+        if self._refresh is not None:
+            await self._refresh.done.wait()
+        return await self._exchange(command)
+
+    async def _exchange(self, command: Command) -> Event:
         # A frame that is here already was not sent in answer to this command.
-        for _ in range(SETTLE_TURNS):
-            await anyio.lowlevel.checkpoint()
+        await _turns(SETTLE_TURNS if self._pending.poll(0) else TAKEN_TURNS)
         early = self._early_answer(command)
         if early is not None:
             return early
@@ -149,21 +174,51 @@ class EnvironmentSession:
             SessionLost: The session died meanwhile; the call is cancelled.
             RemoteProtocolError: A frame came unasked.
         """
-        done = anyio.Event()
-        result: list[T] = []
-        async with task_group() as group:
-            if self._machine.poison is not None:
-                raise self._machine.poison
-            self._pump = group
-            group.start_soon(self._keep_alive, done)
-            try:
-                result.append(await call())
-            finally:
-                self._pump = None
-                done.set()
         if self._machine.poison is not None:
             raise self._machine.poison
+        result: list[T] = []
+        self._due = anyio.current_time() + self._times.keepalive_seconds
+        try:
+            with anyio.CancelScope() as self._thinking:
+                result.append(await call())
+        except BaseException:
+            if self._refresh is not None:
+                self._refresh.scope.cancel()
+            raise
+        finally:
+            self._thinking = None
+        if self._refresh is not None:
+            await self._refresh.done.wait()
+        failure = self._failure or self._machine.poison
+        if failure is not None:
+            raise failure
         return result[0]
+
+    async def keep_alive(self) -> None:
+        """Read the state while the policy thinks; runs as a task of its own."""
+        interval = self._times.keepalive_seconds
+        while self._failure is None:
+            rest = interval / IDLE_SHARE
+            if self._thinking is not None:
+                rest = self._due - anyio.current_time()
+            if rest > 0:
+                await anyio.sleep(rest)
+                continue
+            await self._read_state()
+            self._due = anyio.current_time() + interval
+
+    async def _read_state(self) -> None:
+        self._refresh = _Refresh(anyio.CancelScope(), anyio.Event())
+        try:
+            with self._refresh.scope:
+                await self._exchange(ReadState())
+        except KilnError as failure:
+            self._failure = failure
+            if self._thinking is not None:
+                self._thinking.cancel()
+        finally:
+            self._refresh.done.set()
+            self._refresh = None
 
     async def close(self) -> None:
         """Say goodbye and close; best effort, bounded, never raises."""
@@ -191,8 +246,8 @@ class EnvironmentSession:
                 self._machine.poisoned(self._lost("closed the connection"))
                 break
         self._arrived.set()
-        if self._machine.poison is not None and self._pump is not None:
-            self._pump.cancel_scope.cancel()
+        if self._machine.poison is not None and self._thinking is not None:
+            self._thinking.cancel()
 
     def _early_answer(self, command: Command) -> Event | None:
         if self._machine.poison is not None:
@@ -222,14 +277,6 @@ class EnvironmentSession:
                     self._lost("closed the connection")
                 ) from error
 
-    async def _keep_alive(self, done: anyio.Event) -> None:
-        while True:
-            with anyio.move_on_after(self._times.keepalive_seconds):
-                await done.wait()
-            if done.is_set():
-                return
-            await self.exchange(ReadState())
-
     def _take(self, message: aiohttp.WSMessage) -> None:
         if message.type is aiohttp.WSMsgType.TEXT:
             self._answer = self._machine.receive(message.data)
@@ -258,6 +305,11 @@ class EnvironmentSession:
             hint="look at the log of the environment",
             environment=self._where,
         )
+
+
+async def _turns(count: int) -> None:
+    for _ in range(count):
+        await anyio.lowlevel.checkpoint()
 
 
 def _misframed(error: aiohttp.WebSocketError) -> RemoteProtocolError:
@@ -294,6 +346,7 @@ async def open_session(
     try:
         async with task_group() as group:
             group.start_soon(session.read)
+            group.start_soon(session.keep_alive)
             try:
                 yield session
             finally:
