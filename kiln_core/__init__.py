@@ -98,10 +98,16 @@ if TYPE_CHECKING:
         EpisodeUnfit,
         FileUnreadable,
         HttpStatusError,
+        IdempotencyConflict,
         IdentityDrift,
         InvalidActionSchema,
         InvalidBundle,
+        InvalidEnvironmentEval,
+        InvalidIdempotencyKey,
         InvalidRecord,
+        InvalidRunCredential,
+        InvalidRunRequest,
+        InvalidRunUrl,
         IrregularFile,
         KilnError,
         LimitError,
@@ -115,12 +121,17 @@ if TYPE_CHECKING:
         ProtocolError,
         RemoteProtocolError,
         ReplayDrift,
+        RunCapacityFull,
+        RunNotCancellable,
+        RunNotFound,
+        RunNotRecorded,
         ServerRefusal,
         ServerUnreachable,
         SessionLost,
         SessionRefused,
         TaskApiUnsupported,
         TrainingError,
+        TrainingEvidenceInvalid,
         TransportError,
         UsageError,
     )
@@ -288,11 +299,17 @@ __all__ = [
     "GrpoConfig",
     "HttpPolicy",
     "HttpStatusError",
+    "IdempotencyConflict",
     "IdentityDrift",
     "InvalidAction",
     "InvalidActionSchema",
     "InvalidBundle",
+    "InvalidEnvironmentEval",
+    "InvalidIdempotencyKey",
     "InvalidRecord",
+    "InvalidRunCredential",
+    "InvalidRunRequest",
+    "InvalidRunUrl",
     "IrregularFile",
     "KilnError",
     "LimitError",
@@ -335,6 +352,10 @@ __all__ = [
     "RolloutRecord",
     "RolloutStats",
     "RolloutTrace",
+    "RunCapacityFull",
+    "RunNotCancellable",
+    "RunNotFound",
+    "RunNotRecorded",
     "RunState",
     "ScoredRollout",
     "ScriptedPolicy",
@@ -349,6 +370,7 @@ __all__ = [
     "TaskClient",
     "TaskSelection",
     "TrainingError",
+    "TrainingEvidenceInvalid",
     "TrainingExplanation",
     "TrainingSelector",
     "TransportError",
@@ -424,13 +446,16 @@ _HOMES = {
     "errors": (
         "AdmissionError ArtifactError CapacityExhausted CapacityFull Conflict "
         "ContextOverflow CredentialReflected DriftError EnvironmentFault "
-        "EpisodeUnfit FileUnreadable HttpStatusError IdentityDrift "
-        "InvalidActionSchema InvalidBundle InvalidRecord IrregularFile "
+        "EpisodeUnfit FileUnreadable HttpStatusError IdempotencyConflict "
+        "IdentityDrift InvalidActionSchema InvalidBundle "
+        "InvalidEnvironmentEval InvalidIdempotencyKey InvalidRecord "
+        "InvalidRunCredential InvalidRunRequest InvalidRunUrl IrregularFile "
         "KilnError LimitError LocalProtocolError MalformedJson MissingExtra "
         "OutputExists OutputUnwritable PolicyDrift PolicyError ProtocolError "
-        "RemoteProtocolError ReplayDrift ServerRefusal ServerUnreachable "
+        "RemoteProtocolError ReplayDrift RunCapacityFull RunNotCancellable "
+        "RunNotFound RunNotRecorded ServerRefusal ServerUnreachable "
         "SessionLost SessionRefused TaskApiUnsupported TrainingError "
-        "TransportError UsageError"
+        "TrainingEvidenceInvalid TransportError UsageError"
     ),
     "evaluation": (
         "EnvironmentEvalConfig EnvironmentEvalDecision EnvironmentEvalEvidence "

@@ -8,6 +8,12 @@
         OutputExists             a file would be overwritten
         FileUnreadable           a named file is missing or cannot be read
         OutputUnwritable         a result cannot be written where it should go
+        InvalidRunRequest        a run was asked for that cannot be
+          InvalidRunUrl          an environment URL of it
+          InvalidRunCredential   its credential handles
+          InvalidIdempotencyKey  its idempotency key
+          InvalidEnvironmentEval  its paired evaluation
+        RunNotFound              no such run is retained
       ArtifactError              bytes at rest do not say what they must
         MalformedJson            not one strict JSON document
         InvalidRecord            JSON, but not the record it claims to be
@@ -37,9 +43,14 @@
         ServerUnreachable        no Kiln server answers at that URL
       AdmissionError             a server refused work
         Conflict                 the state does not allow it
+          IdempotencyConflict    a key is bound to another request
+          RunNotCancellable      a run has ended already
         CapacityFull             retry later
+          RunCapacityFull        no more runs can be tracked
         ServerRefusal            a Kiln server answered a request with an error
       TrainingError              a training job failed
+        TrainingEvidenceInvalid  what it left behind contradicts itself
+      RunNotRecorded             the record of a run cannot be written
 
 The core knows neither HTTP statuses nor exit codes: each frontend holds one table
 and looks a class up along its method resolution order.
@@ -64,10 +75,16 @@ __all__ = [
     "EpisodeUnfit",
     "FileUnreadable",
     "HttpStatusError",
+    "IdempotencyConflict",
     "IdentityDrift",
     "InvalidActionSchema",
     "InvalidBundle",
+    "InvalidEnvironmentEval",
+    "InvalidIdempotencyKey",
     "InvalidRecord",
+    "InvalidRunCredential",
+    "InvalidRunRequest",
+    "InvalidRunUrl",
     "IrregularFile",
     "KilnError",
     "LimitError",
@@ -81,12 +98,17 @@ __all__ = [
     "ProtocolError",
     "RemoteProtocolError",
     "ReplayDrift",
+    "RunCapacityFull",
+    "RunNotCancellable",
+    "RunNotFound",
+    "RunNotRecorded",
     "ServerRefusal",
     "ServerUnreachable",
     "SessionLost",
     "SessionRefused",
     "TaskApiUnsupported",
     "TrainingError",
+    "TrainingEvidenceInvalid",
     "TransportError",
     "UsageError",
 ]
@@ -169,6 +191,45 @@ class OutputUnwritable(UsageError):
 
     code = "output_unwritable"
     default_hint = "choose a directory that exists, is writable and has space"
+
+
+class InvalidRunRequest(UsageError):
+    """A run was asked for that cannot be; the message names the field."""
+
+    code = "openenv_invalid_request"
+
+
+class InvalidRunUrl(InvalidRunRequest):
+    """An environment URL of a run is none, or holds what it must not."""
+
+    code = "openenv_invalid_url"
+
+
+class InvalidRunCredential(InvalidRunRequest):
+    """The credential handles of a run are malformed or do not align."""
+
+    code = "openenv_invalid_credential"
+    default_hint = "give no handle, or one per environment with null for public ones"
+
+
+class InvalidIdempotencyKey(InvalidRunRequest):
+    """An idempotency key is no opaque token."""
+
+    code = "openenv_invalid_idempotency_key"
+    default_hint = "use 1 to 128 of letters, digits, '.', '_', ':' and '-'"
+
+
+class InvalidEnvironmentEval(InvalidRunRequest):
+    """The paired evaluation a run asks for cannot be made."""
+
+    code = "openenv_invalid_environment_eval"
+
+
+class RunNotFound(UsageError):
+    """No run of that id is retained."""
+
+    code = "openenv_run_not_found"
+    default_hint = "list the retained runs; older ones are forgotten"
 
 
 class ArtifactError(KilnError):
@@ -377,11 +438,31 @@ class Conflict(AdmissionError):
     code = "conflict"
 
 
+class IdempotencyConflict(Conflict):
+    """An idempotency key is bound to another request."""
+
+    code = "openenv_run_idempotency_conflict"
+    default_hint = "use a new key for a new attempt, or send the same request again"
+
+
+class RunNotCancellable(Conflict):
+    """A run has ended already."""
+
+    code = "openenv_run_not_cancellable"
+
+
 class CapacityFull(AdmissionError):
     """A bounded queue is full."""
 
     code = "capacity_full"
     retryable = True
+
+
+class RunCapacityFull(CapacityFull):
+    """Every tracked run is unfinished, and there is no room for another."""
+
+    code = "openenv_run_capacity_full"
+    default_hint = "wait until a run has ended, or cancel one"
 
 
 class ServerRefusal(AdmissionError):
@@ -394,3 +475,16 @@ class TrainingError(KilnError):
     """A training job failed."""
 
     code = "training_failed"
+
+
+class TrainingEvidenceInvalid(TrainingError):
+    """Receipt or manifest of a finished job contradict themselves or the run."""
+
+    code = "training_evidence_invalid"
+
+
+class RunNotRecorded(KilnError):
+    """The record of a new run cannot be written, so the run does not exist."""
+
+    code = "openenv_run_create_failed"
+    default_hint = "check the disk of the adapter directory, then send it again"

@@ -29,6 +29,7 @@ __all__ = [
 STATUSES: Final[dict[type[KilnError], int]] = {
     errors.KilnError: 500,
     errors.UsageError: 400,
+    errors.RunNotFound: 404,
     errors.ArtifactError: 400,
     errors.ProtocolError: 502,
     errors.EnvironmentFault: 502,
