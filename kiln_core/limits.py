@@ -40,6 +40,9 @@ MAX_RESET_OPTIONS_BYTES = 16 * MIB - 1024
 MAX_TRAINING_CONFIG_BYTES = 1 * MIB
 MAX_TRAINER_EVIDENCE_BYTES = 4 * MIB
 """Bound of a training receipt, and of an adapter manifest."""
+MAX_RUN_REQUEST_BYTES = 1 * MIB
+MAX_RUN_RECORD_BYTES = 2 * MIB
+"""Bound of ``run.json``; a larger one is not read."""
 
 MAX_SERVER_MESSAGE_BYTES = 512 * KIB
 """Bound of a frame from an environment, after decompression."""
