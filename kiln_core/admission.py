@@ -11,7 +11,7 @@ A key is looked up twice: before a request is validated, and when its run is ins
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -50,6 +50,7 @@ __all__ = [
     "queued_runs",
     "retained_run",
     "with_run",
+    "without_runs",
 ]
 
 RETRY_AFTER_SECONDS: Final = 5
@@ -191,7 +192,7 @@ def insert_run(
         contract,
     )
     return Insertion(
-        ledger=RunLedger(runs={**kept, run_id: status}, last_sequence=sequence),
+        ledger=RunLedger(runs={**kept.runs, run_id: status}, last_sequence=sequence),
         status=status,
         replayed=False,
         forgotten=forgotten,
@@ -212,6 +213,14 @@ def with_run(ledger: RunLedger, status: OpenEnvRunStatus) -> RunLedger:
     """Return the ledger with the new status of a retained run."""
     return RunLedger(
         runs={**ledger.runs, status.run_id: status}, last_sequence=ledger.last_sequence
+    )
+
+
+def without_runs(ledger: RunLedger, forgotten: Collection[str]) -> RunLedger:
+    """Return the ledger without some of its runs."""
+    return RunLedger(
+        runs={i: status for i, status in ledger.runs.items() if i not in forgotten},
+        last_sequence=ledger.last_sequence,
     )
 
 
@@ -273,7 +282,7 @@ def expired(status: OpenEnvRunStatus, limits: RunLimits, now_ms: int) -> bool:
 
 def _make_room(
     ledger: RunLedger, limits: RunLimits, now_ms: int
-) -> tuple[dict[str, OpenEnvRunStatus], tuple[str, ...]]:
+) -> tuple[RunLedger, tuple[str, ...]]:
     """Forget what must be forgotten for one more run.
 
     Raises:
@@ -296,8 +305,7 @@ def _make_room(
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
     forgotten += finished[: max(excess, 0)]
-    kept = {i: status for i, status in ledger.runs.items() if i not in forgotten}
-    return kept, tuple(forgotten)
+    return without_runs(ledger, forgotten), tuple(forgotten)
 
 
 def _check_same(status: OpenEnvRunStatus, draft: RunRequestDraft) -> None:

@@ -86,6 +86,11 @@ class Disk:
         """Flush a file to the device."""
         os.fsync(descriptor)
 
+    def make_directory(self, path: Path) -> None:
+        """Create a directory, so that its name lasts."""
+        path.mkdir()
+        self.sync_directory(path.parent)
+
     def rename(self, source: Path, target: Path) -> None:
         """Rename, replacing the target."""
         os.replace(source, target)
