@@ -183,7 +183,7 @@ def _decided(record: RecordedRun, now_ms: int) -> OpenEnvRunStatus:
     if record.version == QUEUE_SINCE:
         return _sealed(status, now_ms)
     if not contract_matches(status.request, status.training_contract):
-        return _invalid(status, "its training contract is not its request's", now_ms)
+        return _unusable(status, "its training contract is not its request's", now_ms)
     return status
 
 
@@ -194,11 +194,11 @@ def _sealed(status: OpenEnvRunStatus, now_ms: int) -> OpenEnvRunStatus:
     try:
         contract = seal_contract(status.request)
     except UsageError as error:
-        return _invalid(status, error.message, now_ms)
+        return _unusable(status, error.message, now_ms)
     return msgspec.structs.replace(status, training_contract=contract)
 
 
-def _invalid(status: OpenEnvRunStatus, why: str, now_ms: int) -> OpenEnvRunStatus:
+def _unusable(status: OpenEnvRunStatus, why: str, now_ms: int) -> OpenEnvRunStatus:
     return failed_run(
         status,
         run_failure(

@@ -22,16 +22,20 @@ import kiln_server
 from examples.environments.__main__ import _parser as environments_parser
 from kiln_cli.main import CONTEXT, exit_code, kiln
 from kiln_core import (
+    admission,
     contract,
     discovery,
     evidence,
+    failure,
     grpo,
+    lifecycle,
     limits,
     lineage,
     manifest,
     provenance,
     receipt,
     records,
+    run,
     session,
     tasks,
     trace,
@@ -529,3 +533,28 @@ def _check_pip(arguments: list[str]) -> None:
         assert found.group(1) == project["name"]
         extras = set((found.group(2) or "").split(",")) - {""}
         assert extras <= set(project["optional-dependencies"])
+
+
+def test_states_of_a_run_are_true():
+    rows = table("operations.md", "Runs")
+    told = {code(row[0]): set(re.findall("`(.*?)`", row[1])) for row in rows}
+    ends = {run.RunState.FAILED, run.RunState.CANCELLED}
+    assert told == {state: after - ends for state, after in lifecycle.EDGES.items()}
+    stages = {code(row[0]): code(row[2]) for row in rows}
+    assert stages == lifecycle.STAGES
+
+
+def test_failures_of_a_run_are_true():
+    words = {True: "yes", False: "no", None: "depends"}
+    told = [(code(row[0]), row[1]) for row in table("operations.md", "Failures")]
+    assert told == [(c, words[failure.RETRYABLE.get(c)]) for c in failure.FailureCode]
+    row = next(r for r in table("operations.md", "Failures") if "depends" in r)
+    assert set(map(int, re.findall(r"\d+", row[2]))) == failure.RETRYABLE_STATUSES
+
+
+def test_bounds_of_runs_are_true():
+    text = page("operations.md")
+    bounds = admission.RunLimits()
+    for name in ("max_active_runs", "max_tracked_runs"):
+        assert re.search(rf"`{name}`\s+\({getattr(bounds, name)}\)", text)
+    assert bounds.tracked_run_ttl_seconds == 7 * 24 * 3600
