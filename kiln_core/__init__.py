@@ -15,6 +15,10 @@ if TYPE_CHECKING:
         InvalidAction,
         parse_reply,
     )
+    from kiln_core.admission import (
+        RunLedger,
+        RunLimits,
+    )
     from kiln_core.bundle import (
         Bundle,
         BundlePaths,
@@ -160,6 +164,12 @@ if TYPE_CHECKING:
         TrainingExplanation,
         explain_training,
     )
+    from kiln_core.failure import (
+        FailureCode,
+        FailureStage,
+        OpenEnvRunFailure,
+        classify_failure,
+    )
     from kiln_core.grpo import (
         AdamW,
         EchoLoss,
@@ -221,6 +231,10 @@ if TYPE_CHECKING:
         OpenEnvRunStatus,
         RunState,
     )
+    from kiln_core.run_request import (
+        RunRequestDraft,
+        read_run_request,
+    )
     from kiln_core.schemas import (
         check_document,
         published,
@@ -250,6 +264,7 @@ if TYPE_CHECKING:
         VerifiedEvaluation,
         verify_evaluation,
     )
+
 
 __all__ = [
     "ActionSchema",
@@ -295,6 +310,8 @@ __all__ = [
     "EvaluatedSide",
     "EvaluationBytes",
     "EvaluationVerification",
+    "FailureCode",
+    "FailureStage",
     "FileUnreadable",
     "GrpoConfig",
     "HttpPolicy",
@@ -324,6 +341,7 @@ __all__ = [
     "OpenEnvReplayManifest",
     "OpenEnvRolloutProvenance",
     "OpenEnvRolloutSummary",
+    "OpenEnvRunFailure",
     "OpenEnvRunList",
     "OpenEnvRunRequest",
     "OpenEnvRunStatus",
@@ -353,9 +371,12 @@ __all__ = [
     "RolloutStats",
     "RolloutTrace",
     "RunCapacityFull",
+    "RunLedger",
+    "RunLimits",
     "RunNotCancellable",
     "RunNotFound",
     "RunNotRecorded",
+    "RunRequestDraft",
     "RunState",
     "ScoredRollout",
     "ScriptedPolicy",
@@ -383,6 +404,7 @@ __all__ = [
     "check_document",
     "check_paired",
     "check_preflight",
+    "classify_failure",
     "collect",
     "compact",
     "digest",
@@ -407,6 +429,7 @@ __all__ = [
     "read_bundle",
     "read_groups",
     "read_json",
+    "read_run_request",
     "replay_bundle",
     "reset_templates",
     "run_episode",
@@ -424,6 +447,7 @@ __all__ = [
 
 _HOMES = {
     "actions": "ActionSchema InvalidAction parse_reply",
+    "admission": "RunLedger RunLimits",
     "bundle": "Bundle BundlePaths",
     "canonical": "compact digest digest_json pretty read_json same_json",
     "compare": "Drift find_drift",
@@ -468,6 +492,7 @@ _HOMES = {
         "seal_evaluation"
     ),
     "explain": "TrainingExplanation explain_training",
+    "failure": "FailureCode FailureStage OpenEnvRunFailure classify_failure",
     "grpo": "AdamW EchoLoss GrpoConfig LossConfig Muon Sgd",
     "intervals": "improvement_interval win_rate_interval",
     "lineage": "CorpusLineage OpenEnvTrainingData",
@@ -485,6 +510,7 @@ _HOMES = {
         "ScoredRollout TurnSegment"
     ),
     "run": "OpenEnvRunList OpenEnvRunRequest OpenEnvRunStatus RunState",
+    "run_request": "RunRequestDraft read_run_request",
     "schemas": "check_document published",
     "scripted": "ScriptedPolicy",
     "selection": "TrainingSelector",

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from kiln_core import limits as bounds
 from kiln_core.admission import (
@@ -28,12 +28,16 @@ from kiln_core.admission import (
     age,
     expired,
 )
-from kiln_core.canonical import convert_record, read_json
+from kiln_core.canonical import compact, convert_record, read_json
 from kiln_core.errors import Conflict, InvalidRecord, UsageError
 from kiln_core.failure import FailureCode, FailureStage, run_failure
 from kiln_core.lifecycle import QUEUED, TERMINAL, failed_run, interrupted_run
-from kiln_core.run import RUN_SCHEMA, OpenEnvRunStatus, RunState
-from kiln_core.run_request import contract_matches, seal_contract
+from kiln_core.run import RUN_SCHEMA, OpenEnvRunRequest, OpenEnvRunStatus, RunState
+from kiln_core.run_request import (
+    contract_matches,
+    read_run_request,
+    seal_contract,
+)
 
 __all__ = [
     "RecordedRun",
@@ -173,6 +177,12 @@ def pristine(status: OpenEnvRunStatus) -> bool:
     )
 
 
+def complete(request: OpenEnvRunRequest) -> bool:
+    """Say whether the default that depends on other members is filled in."""
+    config = request.environment_eval
+    return isinstance(config, UnsetType) or config.seed_start is not UNSET
+
+
 def _decided(record: RecordedRun, now_ms: int) -> OpenEnvRunStatus:
     """Return what one run is now."""
     status = record.status
@@ -182,6 +192,8 @@ def _decided(record: RecordedRun, now_ms: int) -> OpenEnvRunStatus:
         return interrupted_run(status, now_ms)
     if record.version == QUEUE_SINCE:
         return _sealed(status, now_ms)
+    if not complete(status.request):
+        return _unusable(status, "its request is not normalised", now_ms)
     if not contract_matches(status.request, status.training_contract):
         return _unusable(status, "its training contract is not its request's", now_ms)
     return status
@@ -189,13 +201,12 @@ def _decided(record: RecordedRun, now_ms: int) -> OpenEnvRunStatus:
 
 def _sealed(status: OpenEnvRunStatus, now_ms: int) -> OpenEnvRunStatus:
     """Return a queued run of version 4 as one of version 5, a fresh value."""
-    if status.kind == "rollout":
-        return msgspec.structs.replace(status)
     try:
-        contract = seal_contract(status.request)
+        request = read_run_request(compact(status.request)).accepted()
+        contract = seal_contract(request) if request.kind == "train" else UNSET
     except UsageError as error:
         return _unusable(status, error.message, now_ms)
-    return msgspec.structs.replace(status, training_contract=contract)
+    return msgspec.structs.replace(status, request=request, training_contract=contract)
 
 
 def _unusable(status: OpenEnvRunStatus, why: str, now_ms: int) -> OpenEnvRunStatus:

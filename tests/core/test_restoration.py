@@ -21,7 +21,16 @@ from kiln_core.restoration import (
     restore_runs,
 )
 from kiln_core.run import OpenEnvRunStatus, RunState
-from tests.core.runs import NOW, POST, STATS, TRAINING, artifact, queued, walked
+from tests.core.runs import (
+    EVERYTHING,
+    NOW,
+    POST,
+    STATS,
+    TRAINING,
+    artifact,
+    queued,
+    walked,
+)
 
 LIMITS = RunLimits(max_tracked_runs=4, tracked_run_ttl_seconds=10)
 TRAIN = {"kind": "train", "output_adapter": "next"}
@@ -241,6 +250,25 @@ def test_queued_run_of_version_4_is_sealed_once(members: dict[str, Any]) -> None
     again = restore_runs([read(document(sealed, 5))], LIMITS, LATER)
     assert again.changed == ()
     assert only(again) == sealed
+
+
+def without_held_out_seeds(status: OpenEnvRunStatus) -> OpenEnvRunStatus:
+    config = msgspec.structs.replace(status.request.environment_eval, seed_start=UNSET)  # type: ignore[type-var]  # it is there
+    request = msgspec.structs.replace(status.request, environment_eval=config)
+    return msgspec.structs.replace(status, request=request)
+
+
+def test_request_of_version_4_is_normalised() -> None:
+    status = queued(**EVERYTHING)
+    record = read(document(without_held_out_seeds(status), 4))
+    [sealed] = restored(record.status, version=4).changed
+    assert sealed.request == status.request
+
+
+def test_request_of_version_5_that_is_not_normalised() -> None:
+    [failed] = restored(without_held_out_seeds(queued(**EVERYTHING))).changed
+    assert failed.failure is not UNSET
+    assert failed.failure.code == "persisted_contract_invalid"
 
 
 def test_queued_run_of_version_4_that_cannot_be_sealed() -> None:

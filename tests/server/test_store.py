@@ -600,6 +600,61 @@ def test_lock_of_a_killed_server_is_free(tmp_path: Path) -> None:
         assert using(tmp_path, shown) == []
 
 
+WORKER = """
+import sys, anyio
+from pathlib import Path
+from kiln_core.admission import RunLimits
+from kiln_server.run_files import RunFiles
+from kiln_server.store import RunStore
+from tests.core.runs import asked
+
+async def main():
+    limits = RunLimits(max_tracked_runs=10_000)
+    store = RunStore(RunFiles(Path(sys.argv[1])), limits)
+    await store.open()
+    print("open", flush=True)
+    while True:
+        created = await store.create(asked())
+        print(created.status.run_id, flush=True)
+        admitted = await store.admit()
+        if admitted:
+            print("admitted", admitted.run_id, flush=True)
+
+anyio.run(main)
+"""
+
+
+def test_kill_loses_nothing_that_was_accepted(tmp_path: Path) -> None:
+    accepted: list[str] = []
+    admitted: set[str] = set()
+    bounds = msgspec.structs.replace(LIMITS, max_tracked_runs=10_000)
+    for lines in (1, 2, 3, 7, 20):
+        with subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        ) as process:
+            assert process.stdout is not None
+            told = [process.stdout.readline() for _ in range(lines)]
+            process.kill()
+            told += process.stdout.readlines()
+            process.wait(10)
+        whole = [line.split() for line in told if line.endswith("\n")]
+        accepted += [words[0] for words in whole if len(words[0]) == 36]
+        admitted |= {words[1] for words in whole if words[0] == "admitted"}
+        after = using(tmp_path, survivors, bounds=bounds)
+        assert set(accepted) <= set(after)
+        assert len(after) <= len(accepted) + 5  # recorded, and killed before told
+        for found in admitted:
+            assert after[found].state is RunState.FAILED
+        states = {status.state for status in after.values()}
+        assert states <= {RunState.FAILED, RunState.QUEUED}
+    assert len(accepted) >= 20
+    assert admitted
+
+
 def test_lock_file_that_was_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
