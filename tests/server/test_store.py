@@ -8,14 +8,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import UNSET
 
 import kiln_core
@@ -35,6 +39,7 @@ from kiln_core.errors import (
     RunNotRecorded,
 )
 from kiln_core.lifecycle import (
+    TERMINAL,
     cancel_requested,
     moved_run,
     progressed_run,
@@ -889,3 +894,74 @@ def test_crash_while_restoring(tmp_path: Path) -> None:
         found = using(directory, survivors)
         assert {status.state for status in found.values()} == {RunState.FAILED}
     assert number == 11
+
+
+class Flaky(Shim):
+    """Fails at any of some calls."""
+
+    def __init__(self, failing: frozenset[int]) -> None:
+        super().__init__()
+        self.failing = failing
+
+    def call(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) in self.failing:
+            raise OSError(errno.EIO, "Input/output error")
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("create"), st.sampled_from(["a", "b"]), st.integers(8, 9)),
+        st.tuples(st.just("cancel"), st.integers(0, 5)),
+        st.tuples(st.just("admit")),
+        st.tuples(st.just("clock"), st.sampled_from([1, 10_001, -20_000])),
+        st.tuples(st.just("restart")),
+    ),
+    max_size=25,
+)
+
+
+@settings(max_examples=100)
+@given(steps=STEPS, failing=st.frozensets(st.integers(1, 60), max_size=25))
+def test_flaky_disk_neither_loses_a_run_nor_binds_a_key_twice(
+    steps: list[tuple[Any, ...]], failing: frozenset[int]
+) -> None:
+    """Whatever fails, the next start succeeds, with every unfinished accepted run."""
+    clock, disk = Clock(), Flaky(failing)
+    accepted: list[str] = []
+    with tempfile.TemporaryDirectory() as name:
+
+        async def perform(store: RunStore, what: str, *values: Any) -> None:
+            if what == "create":
+                key, groups = values
+                request = asked(idempotency_key=key, groups=groups)
+                created = await store.create(request)
+                accepted.append(created.status.run_id)
+            elif what == "cancel" and values[0] < len(accepted):
+                await store.cancel(accepted[values[0]])
+            elif what == "admit":
+                await store.admit()
+            elif what == "clock":
+                clock.now_ms += values[0]
+
+        async def run_steps(store: RunStore) -> set[str]:
+            while steps:
+                what, *values = steps.pop(0)
+                if what == "restart":
+                    break
+                with suppress(KilnError):
+                    await perform(store, what, *values)
+            for status in store.ledger.runs.values():
+                assert store.find(status.run_id).run_id == status.run_id
+            return {
+                status.run_id
+                for status in store.ledger.runs.values()
+                if status.state not in TERMINAL
+            }
+
+        while True:
+            last = not steps
+            unfinished = using(Path(name), run_steps, disk=disk, clock=clock)
+            assert unfinished <= set(using(Path(name), survivors, clock=clock))
+            if last:
+                break
