@@ -309,7 +309,7 @@ def test_queue_comes_first_when_there_is_less_room() -> None:
 
 
 def test_dropped_queued_run_has_failed() -> None:
-    waiting = [placed(queued(), place) for place in (1, 2, 3)]
+    waiting = [placed(queued(now_ms=NOW - place), place) for place in (1, 2, 3)]
     small = msgspec.structs.replace(LIMITS, max_tracked_runs=2)
     restoration = restored(*waiting, limits=small)
     [failed] = restoration.changed

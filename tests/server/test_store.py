@@ -161,6 +161,31 @@ def test_order_of_a_change(tmp_path: Path) -> None:
     assert disk.calls == ["create", "write", "sync", *named]
 
 
+def test_order_of_a_creation_that_forgets(tmp_path: Path) -> None:
+    """What is forgotten has lasted so before its key can be bound again."""
+    prepared(tmp_path, "eviction")
+    disk = Shim()
+    using(tmp_path, one_eviction, disk=disk)
+    assert disk.calls[:3] == ["rename run.forgotten.json", "sync directory", "mkdir"]
+
+
+def test_order_of_a_withdrawal(tmp_path: Path) -> None:
+    disk = Shim(7, lambda: OSError(errno.EIO, "io"))
+
+    async def act(store: RunStore) -> None:
+        with pytest.raises(RunNotRecorded):
+            await create(store)
+
+    using(tmp_path, act, disk=disk)
+    assert disk.calls[6:] == [
+        "sync directory",
+        "unlink staged",
+        "unlink staged",
+        "sync directory",
+    ]
+    assert os.listdir(tmp_path / ".openenv" / "runs") == []
+
+
 def test_run_is_seen_only_once_it_is_recorded(tmp_path: Path) -> None:
     seen: list[int] = []
 
