@@ -90,6 +90,7 @@ if TYPE_CHECKING:
         run_episode,
     )
     from kiln_core.errors import (
+        AdapterNotFound,
         AdmissionError,
         ArtifactError,
         CapacityExhausted,
@@ -123,6 +124,7 @@ if TYPE_CHECKING:
         PolicyDrift,
         PolicyError,
         ProtocolError,
+        QueueFull,
         RemoteProtocolError,
         ReplayDrift,
         RunCapacityFull,
@@ -265,10 +267,10 @@ if TYPE_CHECKING:
         verify_evaluation,
     )
 
-
 __all__ = [
     "ActionSchema",
     "AdamW",
+    "AdapterNotFound",
     "AdmissionError",
     "AgenticGroup",
     "ArtifactError",
@@ -361,6 +363,7 @@ __all__ = [
     "PreflightReceipt",
     "PreflightRequest",
     "ProtocolError",
+    "QueueFull",
     "RemoteProtocolError",
     "ReplayDrift",
     "ReplayOutcome",
@@ -468,18 +471,18 @@ _HOMES = {
     "engine": "Engine EngineSettings",
     "episode": "Episode EpisodeSetup run_episode",
     "errors": (
-        "AdmissionError ArtifactError CapacityExhausted CapacityFull Conflict "
-        "ContextOverflow CredentialReflected DriftError EnvironmentFault "
-        "EpisodeUnfit FileUnreadable HttpStatusError IdempotencyConflict "
-        "IdentityDrift InvalidActionSchema InvalidBundle "
+        "AdapterNotFound AdmissionError ArtifactError CapacityExhausted "
+        "CapacityFull Conflict ContextOverflow CredentialReflected DriftError "
+        "EnvironmentFault EpisodeUnfit FileUnreadable HttpStatusError "
+        "IdempotencyConflict IdentityDrift InvalidActionSchema InvalidBundle "
         "InvalidEnvironmentEval InvalidIdempotencyKey InvalidRecord "
         "InvalidRunCredential InvalidRunRequest InvalidRunUrl IrregularFile "
         "KilnError LimitError LocalProtocolError MalformedJson MissingExtra "
         "OutputExists OutputUnwritable PolicyDrift PolicyError ProtocolError "
-        "RemoteProtocolError ReplayDrift RunCapacityFull RunNotCancellable "
-        "RunNotFound RunNotRecorded ServerRefusal ServerUnreachable "
-        "SessionLost SessionRefused TaskApiUnsupported TrainingError "
-        "TrainingEvidenceInvalid TransportError UsageError"
+        "QueueFull RemoteProtocolError ReplayDrift RunCapacityFull "
+        "RunNotCancellable RunNotFound RunNotRecorded ServerRefusal "
+        "ServerUnreachable SessionLost SessionRefused TaskApiUnsupported "
+        "TrainingError TrainingEvidenceInvalid TransportError UsageError"
     ),
     "evaluation": (
         "EnvironmentEvalConfig EnvironmentEvalDecision EnvironmentEvalEvidence "

@@ -193,8 +193,9 @@ class Engine(Protocol):
         """Queue a request; cancelling the future frees its slot.
 
         Raises:
-            UsageError: The adapter is unknown, or a value is out of range.
-            CapacityFull: The queue is full.
+            AdapterNotFound: The adapter is not loaded.
+            UsageError: A value is out of range.
+            QueueFull: The queue is full.
             ContextOverflow: Prompt and action cannot fit.
         """
 
@@ -223,7 +224,7 @@ class Engine(Protocol):
         """Free an adapter's slot.
 
         Raises:
-            UsageError: It is not loaded.
+            AdapterNotFound: It is not loaded.
         """
 
     def admit_training(self, config: GrpoConfig) -> None:

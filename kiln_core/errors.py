@@ -14,6 +14,7 @@
           InvalidIdempotencyKey  its idempotency key
           InvalidEnvironmentEval  its paired evaluation
         RunNotFound              no such run is retained
+        AdapterNotFound          no such adapter is loaded
       ArtifactError              bytes at rest do not say what they must
         MalformedJson            not one strict JSON document
         InvalidRecord            JSON, but not the record it claims to be
@@ -47,6 +48,7 @@
           RunNotCancellable      a run has ended already
         CapacityFull             retry later
           RunCapacityFull        no more runs can be tracked
+          QueueFull              as much waits already as may wait
         ServerRefusal            a Kiln server answered a request with an error
       TrainingError              a training job failed
         TrainingEvidenceInvalid  what it left behind contradicts itself
@@ -62,6 +64,7 @@ import math
 from typing import Any, ClassVar
 
 __all__ = [
+    "AdapterNotFound",
     "AdmissionError",
     "ArtifactError",
     "CapacityAtUpgrade",
@@ -96,6 +99,7 @@ __all__ = [
     "PolicyDrift",
     "PolicyError",
     "ProtocolError",
+    "QueueFull",
     "RemoteProtocolError",
     "ReplayDrift",
     "RunCapacityFull",
@@ -230,6 +234,13 @@ class RunNotFound(UsageError):
 
     code = "openenv_run_not_found"
     default_hint = "list the retained runs; older ones are forgotten"
+
+
+class AdapterNotFound(UsageError):
+    """No adapter of that name is loaded."""
+
+    code = "adapter_not_found"
+    default_hint = "load it with 'kiln adapters load', see 'kiln adapters list'"
 
 
 class ArtifactError(KilnError):
@@ -452,7 +463,7 @@ class RunNotCancellable(Conflict):
 
 
 class CapacityFull(AdmissionError):
-    """A bounded queue is full."""
+    """There is no room, or no model, for it at the moment."""
 
     code = "capacity_full"
     retryable = True
@@ -463,6 +474,13 @@ class RunCapacityFull(CapacityFull):
 
     code = "openenv_run_capacity_full"
     default_hint = "wait until a run has ended, or cancel one"
+
+
+class QueueFull(CapacityFull):
+    """A bounded queue has no place left."""
+
+    code = "queue_full"
+    default_hint = "retry when others have finished"
 
 
 class ServerRefusal(AdmissionError):

@@ -26,6 +26,7 @@ from kiln_core.errors import (
     CapacityFull,
     Conflict,
     KilnError,
+    QueueFull,
     TrainingError,
     UsageError,
 )
@@ -140,14 +141,15 @@ class TrainingQueueService:
             data: What its corpus is.
 
         Raises:
-            CapacityFull: The queue is full, or the server is stopping.
+            QueueFull: There is no place left.
+            CapacityFull: The server is stopping.
             Conflict: A job for that adapter is unfinished.
         """
         name = str(request.config.output_name)
         with self._changed:
             self.require_open()
             if len(self._waiting) >= self.max_queued:
-                raise CapacityFull("the training queue is full")
+                raise QueueFull("the training queue is full")
             for other in self._jobs.values():
                 status = other.detail.status
                 if status.adapter_name == name and not other.finished:
@@ -200,7 +202,7 @@ class TrainingQueueService:
         while len(self._jobs) >= self.max_tracked:
             finished = [job_id for job_id, job in self._jobs.items() if job.finished]
             if not finished:
-                raise CapacityFull("too many unfinished training jobs")
+                raise QueueFull("too many unfinished training jobs")
             del self._jobs[finished[0]]
 
     def _run(self) -> None:

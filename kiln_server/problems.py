@@ -30,6 +30,7 @@ STATUSES: Final[dict[type[KilnError], int]] = {
     errors.KilnError: 500,
     errors.UsageError: 400,
     errors.RunNotFound: 404,
+    errors.AdapterNotFound: 404,
     errors.ArtifactError: 400,
     errors.ProtocolError: 502,
     errors.EnvironmentFault: 502,
@@ -40,6 +41,7 @@ STATUSES: Final[dict[type[KilnError], int]] = {
     errors.PolicyError: 502,
     errors.AdmissionError: 409,
     errors.CapacityFull: 503,
+    errors.QueueFull: 429,
     errors.TrainingError: 500,
 }
 """HTTP status by error class; the nearest ancestor counts."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, NamedTuple
 
-from kiln_core.errors import CapacityFull, UsageError
+from kiln_core.errors import AdapterNotFound, CapacityFull, UsageError
 from kiln_train_jax.adapters import into_bank
 from kiln_train_jax.lora import empty_bank
 
@@ -59,7 +59,7 @@ class AdapterBank:
         """Return where an adapter lies.
 
         Raises:
-            UsageError: It is not loaded.
+            AdapterNotFound: It is not loaded.
         """
         with self._lock:
             return self._seat(name)
@@ -68,7 +68,7 @@ class AdapterBank:
         """Return where an adapter lies, and keep it there until `release`.
 
         Raises:
-            UsageError: It is not loaded.
+            AdapterNotFound: It is not loaded.
         """
         with self._lock:
             seat = self._seat(name)
@@ -108,7 +108,7 @@ class AdapterBank:
         """Free an adapter's slot, at once or when its last request ends.
 
         Raises:
-            UsageError: It is not loaded.
+            AdapterNotFound: It is not loaded.
         """
         with self._lock:
             seat = self._seat(name)
@@ -120,10 +120,7 @@ class AdapterBank:
             return BASE
         seat = self._seats.get(name)
         if seat is None:
-            raise UsageError(
-                f"adapter {name!r} is not loaded",
-                hint="load it first, or list what is there with kiln adapters list",
-            )
+            raise AdapterNotFound(f"adapter {name!r} is not loaded")
         return seat
 
     def _retire(self, slot: int) -> None:

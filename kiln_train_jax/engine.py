@@ -132,9 +132,9 @@ class JaxEngine:
             request: What to sample.
 
         Raises:
-            UsageError: The adapter is not loaded, a value is out of range, or the
-                engine is not started.
-            CapacityFull: The queue is full.
+            AdapterNotFound: The adapter is not loaded.
+            UsageError: A value is out of range, or the engine is not started.
+            QueueFull: The queue is full.
             ContextOverflow: Prompt and action cannot fit.
         """
         _check_ranges(request)
@@ -216,7 +216,7 @@ class JaxEngine:
         """Free an adapter's slot.
 
         Raises:
-            UsageError: It is not loaded.
+            AdapterNotFound: It is not loaded.
         """
         self.bank.unload(name)
 

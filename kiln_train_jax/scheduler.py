@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kiln_core.errors import CapacityFull, KilnError, PolicyError
+from kiln_core.errors import KilnError, PolicyError, QueueFull
 from kiln_train_jax.prefix import PrefixIndex, block_name, root_name
 from kiln_train_jax.programs import AT, BLOCK, HEAD, Caches
 
@@ -130,16 +130,15 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            CapacityFull: The queue is full.
+            QueueFull: The queue is full.
             PolicyError: The engine is stopping.
         """
         with self._wake:
             if self._stopping:
                 raise PolicyError("the engine is stopping")
             if len(self._queue) >= self._max_queued:
-                raise CapacityFull(
+                raise QueueFull(
                     f"{len(self._queue)} requests are waiting already",
-                    hint="retry when others have finished",
                     limit=self._max_queued,
                 )
             self._queue.append(ticket)

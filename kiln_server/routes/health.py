@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from kiln_core.chat import PolicyAnswer
 from kiln_core.contract import base_or_adapter
-from kiln_core.errors import CapacityFull, KilnError, UsageError
+from kiln_core.errors import AdapterNotFound, CapacityFull, KilnError
 from kiln_server.problems import answer
 from kiln_server.state import ServerState, state_of
 
@@ -59,17 +59,14 @@ async def policy(request: Request) -> Response:
     """Say exactly who would answer a chat request now.
 
     Raises:
-        UsageError: The adapter is not served.
+        AdapterNotFound: The adapter is not served.
     """
     state = state_of(request)
     state.require_serving()
     adapter = base_or_adapter(request.query_params.get("adapter"))
     engine = state.engine
     if adapter is not None and adapter not in await to_thread.run_sync(_loaded, state):
-        raise UsageError(
-            f"adapter {adapter!r} is not loaded",
-            hint="load it with 'kiln adapters load', see 'kiln adapters list'",
-        )
+        raise AdapterNotFound(f"adapter {adapter!r} is not loaded")
     identity = await to_thread.run_sync(engine.policy_identity, adapter)
     return answer(
         PolicyAnswer(

@@ -21,7 +21,7 @@ from kiln_core.contract import (
     check_same_policy,
     materialize_config,
 )
-from kiln_core.errors import CapacityFull, KilnError, UsageError
+from kiln_core.errors import KilnError, QueueFull, UsageError
 from kiln_core.grpo import check_grpo_config, check_name
 from kiln_core.training import (
     GrpoRequest,
@@ -105,7 +105,7 @@ def _preflight(state: ServerState, body: PreflightRequest) -> PreflightReceipt:
     the engine can train, who would act, the queue.
 
     Raises:
-        CapacityFull: The queue is full.
+        QueueFull: The queue is full.
     """
     config = materialize_config(body)
     _refuse_post_eval(body.post_eval)
@@ -123,7 +123,7 @@ def _preflight(state: ServerState, body: PreflightRequest) -> PreflightReceipt:
         max_tracked_jobs=state.jobs.max_tracked,
     )
     if capacity.queued_jobs >= capacity.max_queued_jobs:
-        raise CapacityFull("the training queue is full")
+        raise QueueFull("the training queue is full")
     return PreflightReceipt(
         schema=PREFLIGHT_SCHEMA,
         effective_config=config,

@@ -42,7 +42,7 @@ def test_folder_is_listed_loaded_used_and_unloaded(
         kiln.post(
             CHAT, {"messages": [{"role": "user", "content": "x"}], "adapter": "one"}
         ).status
-        == 400
+        == 404
     )
 
     loaded = kiln.post("/v1/adapters/load", {"name": "one"})
@@ -64,7 +64,7 @@ def test_folder_is_listed_loaded_used_and_unloaded(
     assert kiln.post("/v1/adapters/unload", {"name": "one"}).json == {"unloaded": "one"}
     assert kiln.get("/v1/adapters").json["loaded"] == []
     assert (tmp_path / "one" / CONFIG).exists()
-    assert kiln.get("/v1/policy?adapter=one").status == 400
+    assert kiln.get("/v1/policy?adapter=one").status == 404
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_name_that_is_no_adapter_is_refused(
     kiln: Running, what: str, name: str
 ) -> None:
     answer = kiln.post(f"/v1/adapters/{what}", {"name": name})
-    assert answer.status == 400
+    assert answer.status == (404 if (what, name) == ("unload", "nobody") else 400)
     assert answer.message
 
 

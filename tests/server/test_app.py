@@ -282,7 +282,9 @@ def test_every_error_has_a_status() -> None:
     for error in every_error():
         status = problems.status_of(error)
         assert 400 <= status < 600
-        assert (status == 503) == issubclass(error, errors.CapacityFull)
+        full = issubclass(error, errors.CapacityFull)
+        assert (status in {429, 503}) == full
+        assert (status == 429) == issubclass(error, errors.QueueFull)
 
 
 def test_retryable_errors_say_when(kiln: Running) -> None:

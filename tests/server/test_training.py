@@ -354,7 +354,7 @@ def test_full_queue_says_when_to_come_back(held: Running, groups: Groups) -> Non
         submit(held, groups, "fourth"),
         held.post(PREFLIGHT, {"output_adapter": "fourth"}),
     ):
-        assert answer.status == 503
+        assert answer.status == 429
         assert answer.headers["retry-after"] == "1"
         assert answer.message == "the training queue is full"
 

@@ -37,10 +37,12 @@ from kiln_core.engine import (
     TrainingProgress,
 )
 from kiln_core.errors import (
+    AdapterNotFound,
     CapacityFull,
     Conflict,
     ContextOverflow,
     KilnError,
+    QueueFull,
     TrainingError,
     UsageError,
 )
@@ -139,7 +141,7 @@ class SimulatedEngine:
         future: Future[Generation] = Future()
         with self._changed:
             if len(self._queue) >= self.settings.max_queued_requests:
-                raise CapacityFull("the request queue is full")
+                raise QueueFull("the request queue is full")
             self.submitted.append(request)
             self._queue.append((request, future))
             self._changed.notify()
@@ -149,7 +151,7 @@ class SimulatedEngine:
         if not self._ready:
             raise UsageError("the engine is not started")
         if request.adapter is not None and request.adapter not in self._loaded:
-            raise UsageError(f"adapter {request.adapter!r} is not loaded")
+            raise AdapterNotFound(f"adapter {request.adapter!r} is not loaded")
         roles = {message.role for message in request.messages}
         if not roles <= {"system", "user", "assistant", "tool"}:
             raise UsageError("a role is unknown")
@@ -299,7 +301,7 @@ class SimulatedEngine:
 
     def unload_adapter(self, name: str) -> None:
         if self._loaded.pop(name, None) is None:
-            raise UsageError(f"adapter {name!r} is not loaded")
+            raise AdapterNotFound(f"adapter {name!r} is not loaded")
 
     def _info(self, folder: Path) -> AdapterInfo:
         try:
