@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import msgspec
 
@@ -23,16 +23,24 @@ from kiln_core.records import AgenticGroup, ChatMessage
 from kiln_core.trace import Span
 
 __all__ = [
+    "MAX_TOP_LOGPROBS",
     "AdapterInfo",
+    "AnswerToken",
+    "Delta",
     "Engine",
     "EngineSettings",
     "Generation",
     "GenerationRequest",
     "GuideReport",
+    "TokenChoice",
     "TrainingJob",
     "TrainingOutcome",
     "TrainingProgress",
 ]
+
+
+MAX_TOP_LOGPROBS: Final = 20
+"""Alternatives that can be asked for at each token."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +65,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One completion to sample; the same request always gives the same tokens."""
 
     messages: tuple[ChatMessage, ...]
+    prompt: str | tuple[int, ...] | None = None
+    """Taken as it is, text or token ids, where there are no messages."""
     seed: int
     """0 to 2^64-1."""
     max_tokens: int
@@ -73,6 +83,38 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     action_schema: JsonValue | None = None
     """JSON Schema the text after any reasoning must satisfy; None leaves it free."""
     stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    """0 to `MAX_TOP_LOGPROBS`: describe every token of the answer, each with so many of
+    the likeliest in its place. Changes nothing about what is sampled."""
+
+
+class TokenChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """A token, and how likely it was where it stands."""
+
+    token_id: int
+    text: str
+    """Such as U+FFFD for part of a character."""
+    data: bytes
+    """Its own bytes."""
+    logprob: float
+    """In nats, under the distribution that was sampled from."""
+
+
+class AnswerToken(TokenChoice, frozen=True, kw_only=True):
+    """A token of the answer."""
+
+    top: tuple[TokenChoice, ...]
+    """Likeliest first; only tokens that could be drawn, so one where it was forced."""
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generation has said since the last one; whole characters only."""
+
+    reasoning: str = ""
+    content: str = ""
+    """Nothing that may still turn out to begin a stop string."""
+    tokens: tuple[AnswerToken, ...] = ()
+    """Those of the content, where ``top_logprobs`` asks for them."""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +147,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: TokenizerIdentity
     backend: str
     """Such as ``jax-cpu``."""
+    answer_tokens: tuple[AnswerToken, ...] = ()
+    """Tokens of the content, where ``top_logprobs`` asks for them."""
 
 
 class GuideReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,8 +233,18 @@ class Engine(Protocol):
     def stop(self) -> None:
         """Fail what is queued, finish what runs, and end every thread."""
 
-    def submit(self, request: GenerationRequest) -> Future[Generation]:
+    def submit(
+        self,
+        request: GenerationRequest,
+        listener: Callable[[Delta], None] | None = None,
+    ) -> Future[Generation]:
         """Queue a request; cancelling the future frees its slot.
+
+        Args:
+            request: What to sample.
+            listener: Told what is said while it is said; what it was told is, put
+                together, the generation's text. It is called in a thread of the engine,
+                before the future is done, and must return at once.
 
         Raises:
             AdapterNotFound: The adapter is not loaded.

@@ -19,7 +19,7 @@ from msgspec import UNSET
 
 from kiln_core import limits
 from kiln_core.canonical import digest_json
-from kiln_core.engine import Generation, GuideReport
+from kiln_core.engine import MAX_TOP_LOGPROBS, Generation, GuideReport
 from kiln_core.errors import ContextOverflow, UsageError
 from kiln_train_jax.attention import cache_length
 from kiln_train_jax.bank import AdapterBank, Seat
@@ -30,13 +30,24 @@ from kiln_train_jax.library import AdapterLibrary
 from kiln_train_jax.programs import BLOCK, FEEDS, Caches, Programs, empty_caches
 from kiln_train_jax.rows import Row, Rules, Sampling
 from kiln_train_jax.scheduler import Scheduler, Ticket
+from kiln_train_jax.telling import (
+    AnswerStream,
+    Vocabulary,
+    answer_tokens,
+    shortest,
+)
 from kiln_train_jax.template import CLOSER, Message, Rendering
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kiln_core.canonical import JsonValue
-    from kiln_core.engine import AdapterInfo, EngineSettings, GenerationRequest
+    from kiln_core.engine import (
+        AdapterInfo,
+        Delta,
+        EngineSettings,
+        GenerationRequest,
+    )
     from kiln_core.provenance import BehaviorPolicyIdentity
     from kiln_core.records import ChatMessage
 
@@ -89,6 +100,9 @@ class JaxEngine:
                 dtype=DTYPE,
             )
         )
+        self._vocabulary = Vocabulary(
+            self.folder.tokenizer.decode, self._guides.token_bytes
+        )
         self._close_ids = tuple(self.folder.tokenizer.encode_markup(CLOSER))
         self._free_mask = self._speakable()
         self._scheduler: Scheduler | None = None
@@ -125,11 +139,16 @@ class JaxEngine:
         if scheduler is not None:
             scheduler.stop()
 
-    def submit(self, request: GenerationRequest) -> Future[Generation]:
+    def submit(
+        self,
+        request: GenerationRequest,
+        listener: Callable[[Delta], None] | None = None,
+    ) -> Future[Generation]:
         """Queue a request; cancelling the future frees its slot.
 
         Args:
             request: What to sample.
+            listener: Told what is said while it is said.
 
         Raises:
             AdapterNotFound: The adapter is not loaded.
@@ -143,6 +162,7 @@ class JaxEngine:
         prompt = self._render(request)
         self._check_context(prompt, request)
         thinking = request.thinking and self.has_thinking_mode
+        thinking = thinking and request.prompt is None
         rules = self._rules(request, thinking=thinking)
         sampling = Sampling(
             request.seed,
@@ -153,11 +173,23 @@ class JaxEngine:
         )
         seat = self.bank.acquire(request.adapter)
         decode = self.folder.tokenizer.decode
+        stream: AnswerStream | None = None
+        if listener is not None:
+            stream = AnswerStream(listener, self._vocabulary, request.stop)
+
+        def finish(row: Row) -> Generation:
+            identity = self._policy(request.adapter, seat)
+            generation = self._generation(row, prompt, identity)
+            if stream is not None:
+                stream.finish(generation)
+            return generation
+
         ticket = Ticket(
             lambda: Row(prompt.tokens, sampling, rules, decode),
-            lambda row: self._generation(row, prompt, self._identity(request, seat)),
+            finish,
             Future(),
             seat=seat,
+            follow=None if stream is None else stream.follow,
         )
         try:
             self._scheduler.submit(ticket)
@@ -221,8 +253,30 @@ class JaxEngine:
         self.bank.unload(name)
 
     def _render(self, request: GenerationRequest) -> Rendering:
+        if request.prompt is not None:
+            return Rendering(self._raw(request), ())
         messages = [_message(message) for message in request.messages]
         return self.folder.template.render(messages, enable_thinking=request.thinking)
+
+    def _raw(self, request: GenerationRequest) -> list[int]:
+        """Return the ids of a prompt that no template wrote.
+
+        Raises:
+            UsageError: It is empty, or holds ids that stand for no token.
+        """
+        if request.messages:
+            raise UsageError("a request has messages or a prompt, not both")
+        tokenizer = self.folder.tokenizer
+        if isinstance(request.prompt, str):
+            tokens = tokenizer.encode_markup(request.prompt)
+        else:
+            tokens = list(request.prompt or ())
+        if not tokens:
+            raise UsageError("the prompt is empty")
+        for token in tokens:
+            if not 0 <= token < tokenizer.vocab_size or not tokenizer.has(token):
+                raise UsageError(f"{token} is no token id of {self.served_model_id}")
+        return tokens
 
     def _check_context(self, prompt: Rendering, request: GenerationRequest) -> None:
         """Check that prompt and action fit.
@@ -257,12 +311,8 @@ class JaxEngine:
             thinking=thinking,
             thinking_budget=request.thinking_budget_tokens if thinking else None,
             close_ids=self._close_ids,
+            top_logprobs=request.top_logprobs,
         )
-
-    def _identity(
-        self, request: GenerationRequest, seat: Seat
-    ) -> BehaviorPolicyIdentity:
-        return self._policy(request.adapter, seat)
 
     def _policy(self, name: str | None, seat: Seat) -> BehaviorPolicyIdentity:
         adapter = None
@@ -285,7 +335,10 @@ class JaxEngine:
             finish_reason=row.finish_reason or "length",
             prompt_token_ids=tuple(prompt.tokens),
             action_token_ids=tuple(row.action),
-            logprobs=tuple(_shortest(logprob) for logprob in row.logprobs),
+            logprobs=tuple(
+                None if logprob is None else shortest(logprob)
+                for logprob in row.logprobs
+            ),
             content_spans=prompt.spans,
             close_token_ids=self._close_ids if self.has_thinking_mode else (),
             thinking=rules.thinking,
@@ -293,6 +346,7 @@ class JaxEngine:
             behavior_policy=identity,
             tokenizer=self.folder.tokenizer_identity,
             backend=backend_name(),
+            answer_tokens=answer_tokens(row, self._vocabulary),
         )
 
     def _texts(self, row: Row) -> tuple[str, str]:
@@ -354,7 +408,7 @@ def _check_ranges(request: GenerationRequest) -> None:
     Raises:
         UsageError: One is out of range; the message names it.
     """
-    budget = request.thinking_budget_tokens
+    budget, top = request.thinking_budget_tokens, request.top_logprobs
     rules = (
         ("seed", 0 <= request.seed <= limits.MAX_GENERATION_SEED),
         ("max_tokens", request.max_tokens >= 1),
@@ -364,15 +418,11 @@ def _check_ranges(request: GenerationRequest) -> None:
         ("min_p", 0.0 <= request.min_p <= 1.0),
         ("thinking_budget_tokens", budget is None or budget >= 0),
         ("stop", all(request.stop)),
+        ("top_logprobs", top is None or 0 <= top <= MAX_TOP_LOGPROBS),
     )
     for name, valid in rules:
         if not valid:
             raise UsageError(f"{name} is out of range")
-
-
-def _shortest(logprob: float | None) -> float | None:
-    """Return a float32 as the double its shortest decimal names."""
-    return None if logprob is None else float(str(np.float32(logprob)))
 
 
 def _use_compilation_cache(folder: Path | None) -> None:

@@ -137,6 +137,10 @@ class GuideCompiler:
         )
         self._compile = lru_cache(CACHED_GUIDES)(self._compile_text)
 
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes a token stands for; of a marker, those of its name."""
+        return bytes(self._vocabulary.decode_bytes([token]))
+
     def compile(self, schema: Any, max_tokens: int) -> Guide:
         """Compile a schema for actions of at most `max_tokens`, stop token included.
 

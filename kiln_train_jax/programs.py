@@ -4,6 +4,8 @@
   nothing of another request can reach it.
 * `decode`: one token of every slot. A row's bits do not depend on the others.
 * `load` and `store`: copy whole prefix blocks between the pool and a slot.
+* `top`: the likeliest tokens of a draw, from the logits that `feed` and `decode` leave
+  on the device. It runs only when somebody asks; nothing is drawn from what it says.
 
 Which of them a request meets is a function of that request alone (`rows.py`). All read
 one packed int32 array a call, and give back one, because a transfer costs as much as a
@@ -12,18 +14,20 @@ small layer. Caches and pool are donated and updated in place.
 
 from __future__ import annotations
 
+import inspect
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from kiln_core.engine import MAX_TOP_LOGPROBS
 from kiln_train_jax.attention import BatchContext, KeyValue, RowContext
 from kiln_train_jax.guide import mask_words
 from kiln_train_jax.lora import Lora, select_one, select_rows
-from kiln_train_jax.sampler import Draw, draw_tokens
+from kiln_train_jax.sampler import Draw, draw_tokens, likeliest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,6 +38,8 @@ if TYPE_CHECKING:
 FEEDS: Final = (16, 64)
 """Feed lengths beside 1; the largest is the block of prefix reuse."""
 BLOCK: Final = FEEDS[-1]
+TOP: Final = MAX_TOP_LOGPROBS
+"""Likeliest tokens that can be read at a draw."""
 
 COMPILERS: Final = 2
 """Programs compiled side by side at start."""
@@ -62,6 +68,10 @@ class Caches(NamedTuple):
     """Per layer `[slots, kv_heads, cache_tokens, head_dim]`."""
     pool: tuple[KeyValue, ...]
     """Per layer `[blocks, kv_heads, BLOCK, head_dim]`."""
+
+
+Drawn: TypeAlias = tuple[Caches, jax.Array, jax.Array]
+"""Caches, what was drawn, and the logits it was drawn from, left on the device."""
 
 
 def empty_caches(
@@ -108,6 +118,9 @@ class Programs:
                 self._feed_row,
                 (*state_of, self.packed(1, length)),
             )
+        for rows in (1, slots):
+            logits = np.zeros((rows, self.vocabulary), np.float32)
+            wanted[f"top {rows}"] = (self._top_rows, (logits, self._heads(rows)))
         with ThreadPoolExecutor(COMPILERS) as pool:
             compiled = pool.map(_compile, wanted.values())
             self._compiled = dict(zip(wanted, compiled, strict=True))
@@ -121,7 +134,7 @@ class Programs:
 
     def decode(
         self, caches: Caches, bank: Lora, rows: np.ndarray, longest: int
-    ) -> tuple[Caches, jax.Array]:
+    ) -> Drawn:
         """Feed one token to every slot and draw the next of each.
 
         Args:
@@ -131,16 +144,13 @@ class Programs:
             longest: Positions the longest active row must see.
 
         Returns:
-            The caches, and int32 `[slots, 2]`: token, and log-probability bits.
+            The caches; int32 `[slots, 2]`, token and log-probability bits; logits.
         """
         program = self._compiled["decode"]
-        answer: tuple[Caches, jax.Array]
-        answer = program(self._leaves, caches, bank, rows, np.int32(longest))
+        answer: Drawn = program(self._leaves, caches, bank, rows, np.int32(longest))
         return answer
 
-    def feed(
-        self, caches: Caches, bank: Lora, row: np.ndarray
-    ) -> tuple[Caches, jax.Array]:
+    def feed(self, caches: Caches, bank: Lora, row: np.ndarray) -> Drawn:
         """Feed tokens to one slot and draw the next.
 
         Args:
@@ -149,11 +159,24 @@ class Programs:
             row: `packed(1, length)` for a length in `FEEDS`; `count` tokens are real.
 
         Returns:
-            The caches, and int32 `[1, 2]`: token, and log-probability bits.
+            The caches; int32 `[1, 2]`, token and log-probability bits; logits.
         """
         program = self._compiled[f"feed {row.shape[1] - HEAD - self.words}"]
-        answer: tuple[Caches, jax.Array] = program(self._leaves, caches, bank, row)
+        answer: Drawn = program(self._leaves, caches, bank, row)
         return answer
+
+    def top(self, logits: jax.Array, rows: np.ndarray) -> np.ndarray:
+        """Read the likeliest tokens of a draw.
+
+        Args:
+            logits: As `feed` or `decode` left them.
+            rows: The packed argument it had.
+
+        Returns:
+            int32 `[rows, TOP, 2]`: token and log-probability bits, likeliest first.
+        """
+        heads = np.ascontiguousarray(rows[:, : HEAD + self.words])
+        return np.asarray(self._compiled[f"top {len(rows)}"](logits, heads))
 
     def load(
         self, caches: Caches, slot: int, first: int, entries: Sequence[int]
@@ -183,6 +206,9 @@ class Programs:
         stored: Caches = self._compiled["store"](caches, *places)
         return stored
 
+    def _heads(self, rows: int) -> np.ndarray:
+        return self.packed(rows, 0)
+
     def _entries(self, entries: Sequence[int]) -> np.ndarray:
         padded = np.full(self._most_blocks, -1, np.int32)
         padded[: len(entries)] = entries
@@ -200,7 +226,7 @@ class Programs:
         bank: Lora,
         rows: jax.Array,
         longest: jax.Array,
-    ) -> tuple[Caches, jax.Array]:
+    ) -> Drawn:
         model = self._model(leaves)
         starts = rows[:, AT["start"]]
         context = BatchContext(caches.slots, starts, longest)
@@ -210,12 +236,13 @@ class Programs:
             context,
             select_rows(bank, rows[:, AT["adapter"]]),
         )
-        drawn = self._draw(model.logits(hidden[:, 0]), rows, starts + 1)
-        return caches._replace(slots=slots), drawn
+        logits = model.logits(hidden[:, 0])
+        drawn = self._draw(logits, rows, starts + 1)
+        return caches._replace(slots=slots), drawn, logits
 
     def _feed_row(
         self, leaves: list[jax.Array], caches: Caches, bank: Lora, row: jax.Array
-    ) -> tuple[Caches, jax.Array]:
+    ) -> Drawn:
         model = self._model(leaves)
         tokens = row[:, HEAD + self.words :]
         slot, start, count = (row[0, AT[name]] for name in ("slot", "start", "count"))
@@ -227,13 +254,23 @@ class Programs:
             select_one(bank, row[0, AT["adapter"]]),
         )
         last = jax.lax.dynamic_index_in_dim(hidden[0], count - 1, keepdims=True)
-        drawn = self._draw(model.logits(last), row, (start + count)[None])
-        return caches._replace(slots=slots), drawn
+        logits = model.logits(last)
+        drawn = self._draw(logits, row, (start + count)[None])
+        return caches._replace(slots=slots), drawn, logits
 
     def _draw(
         self, logits: jax.Array, rows: jax.Array, position: jax.Array
     ) -> jax.Array:
-        draw = Draw(
+        tokens, logprobs = draw_tokens(logits, self._draw_of(rows, position))
+        return jnp.stack([tokens, _bits(logprobs, jnp.int32)], axis=-1)
+
+    def _top_rows(self, logits: jax.Array, rows: jax.Array) -> jax.Array:
+        draw = self._draw_of(rows, rows[:, AT["start"]])
+        tokens, logprobs = likeliest(logits, draw, min(TOP, self.vocabulary))
+        return jnp.stack([tokens, _bits(logprobs, jnp.int32)], axis=-1)
+
+    def _draw_of(self, rows: jax.Array, position: jax.Array) -> Draw:
+        return Draw(
             mask=rows[:, HEAD : HEAD + self.words],
             seed=_bits(rows[:, AT["seed_high"] : AT["seed_low"] + 1], jnp.uint32),
             position=position,
@@ -242,14 +279,13 @@ class Programs:
             top_p=_bits(rows[:, AT["top_p"]], jnp.float32),
             min_p=_bits(rows[:, AT["min_p"]], jnp.float32),
         )
-        tokens, logprobs = draw_tokens(logits, draw)
-        return jnp.stack([tokens, _bits(logprobs, jnp.int32)], axis=-1)
 
 
 def _compile(wanted: tuple[Callable[..., Any], tuple[Any, ...]]) -> Callable[..., Any]:
     """Compile one program for the shapes of its arguments; caches are donated."""
     function, arguments = wanted
-    lowered = jax.jit(function, donate_argnames="caches").lower(*arguments)
+    donated = {"caches"} & inspect.signature(function).parameters.keys()
+    lowered = jax.jit(function, donate_argnames=tuple(donated)).lower(*arguments)
     compiled: Callable[..., Any] = lowered.compile()
     return compiled
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from kiln_train_jax.programs import BLOCK, FEEDS
+from kiln_train_jax.text import GrowingText, StopSearch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,6 +65,8 @@ class Rules(NamedTuple):
     """Whether the prompt left reasoning open."""
     thinking_budget: int | None = None
     close_ids: tuple[int, ...] = ()
+    top_logprobs: int | None = None
+    """How many of the likeliest tokens are kept at each draw; None: nobody asks."""
 
 
 class Row:
@@ -98,13 +101,25 @@ class Row:
         """Index in the action where the answer begins; None while reasoning."""
         self.answer_stop: int | None = None
         """Characters of the answer before a stop text, if one ended it."""
-        self._decode = decode
+        self.tops: dict[int, tuple[tuple[int, float], ...]] = {}
+        """By index in the action: the likeliest tokens there, where that was asked."""
+        self._text = GrowingText(decode)
+        self._stops = StopSearch(rules.stop_texts)
         self._state: GuideState | None = None
         if not rules.thinking:
             self._begin_answer()
         elif rules.thinking_budget == 0:
             self._close_reasoning()
         self.boundary = BLOCK * ((len(self.tokens) - 1) // BLOCK)
+
+    @property
+    def top_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are wanted at each draw."""
+        return self.rules.top_logprobs
+
+    def action_token(self, index: int) -> int:
+        """Return one token of the action."""
+        return self.tokens[self.prompt_length + index]
 
     @property
     def action(self) -> list[int]:
@@ -147,12 +162,16 @@ class Row:
             self.finish_reason = "stop"
         elif self.answer_start is None:
             self._think(token)
-        elif self._state is not None:
-            self._state.consume([token])
-            self._follow_grammar()
         else:
-            self._look_for_stop_text()
+            self._answer(token)
         self._check_length()
+
+    def _answer(self, token: int) -> None:
+        """Go on behind a drawn token of the answer."""
+        if self._state is not None:
+            self._state.consume([token])
+        if not self._stopped_by(token):
+            self._follow_grammar()
 
     def _think(self, token: int) -> None:
         """Leave reasoning when it is closed, or when its budget is spent."""
@@ -180,19 +199,22 @@ class Row:
             return
         for token in self._state.take_forced():
             self._append(token, 0.0)
+            if self._stopped_by(token):
+                return
         if self._state.finished:
             self._append(self.rules.end_id, 0.0)
             self.finish_reason = "stop"
 
-    def _look_for_stop_text(self) -> None:
+    def _stopped_by(self, token: int) -> bool:
+        """Say whether the answer, with this token at its end, has a stop text."""
         if not self.rules.stop_texts:
-            return
-        text = self._decode(self.action[self.answer_start :])
-        places = [text.find(stop) for stop in self.rules.stop_texts]
-        found = [place for place in places if place >= 0]
-        if found:
-            self.answer_stop = min(found)
-            self.finish_reason = "stop"
+            return False
+        settled = self._text.append(token)
+        self.answer_stop = self._stops.advance(settled, self._text.pending)
+        if self.answer_stop is None:
+            return False
+        self.finish_reason = "stop"
+        return True
 
     def _append(self, token: int, logprob: float | None) -> None:
         self.tokens.append(token)

@@ -11,12 +11,15 @@ position of the drawn token. Nothing about its neighbours enters.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from kiln_train_jax.attention import MASKED
+
+IMPOSSIBLE: Final = MASKED / 2
+"""A log-probability below this means that the token cannot be drawn."""
 
 
 class Draw(NamedTuple):
@@ -57,6 +60,22 @@ def draw_tokens(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
     tokens = jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     return tokens, jnp.where(greedy, 0.0, chosen)
+
+
+def likeliest(logits: jax.Array, draw: Draw, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the likeliest tokens of each row, first one first.
+
+    Args:
+        logits: float32 `[rows, vocab]`.
+        draw: How each row is drawn.
+        count: How many.
+
+    Returns:
+        Tokens, int32, and log-probabilities, float32, both `[rows, count]`; a token
+        that cannot be drawn has one below `IMPOSSIBLE`.
+    """
+    logprobs, tokens = jax.lax.top_k(masked_logprobs(logits, draw), count)
+    return tokens.astype(jnp.int32), logprobs
 
 
 def masked_logprobs(logits: jax.Array, draw: Draw) -> jax.Array:

@@ -18,6 +18,7 @@ import numpy as np
 from kiln_core.errors import KilnError, PolicyError, QueueFull
 from kiln_train_jax.prefix import PrefixIndex, block_name, root_name
 from kiln_train_jax.programs import AT, BLOCK, HEAD, Caches
+from kiln_train_jax.sampler import IMPOSSIBLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,6 +43,7 @@ class Ticket:
         future: Future[Generation],
         *,
         seat: Seat,
+        follow: Callable[[Row], None] | None = None,
     ) -> None:
         """Bind a request to its caller.
 
@@ -50,10 +52,12 @@ class Ticket:
             finish: Turns a finished row into the answer.
             future: Its owner may cancel it at any time.
             seat: The acquired adapter; released when the request ends.
+            follow: Told whenever the row has moved on.
         """
         self.make_row = make_row
         self.finish = finish
         self.future = future
+        self.follow = follow
         self.adapter_slot = seat.slot
         self.root = root_name(seat.content_sha256)
 
@@ -232,7 +236,7 @@ class Scheduler:
         """Run one feed; keep its block, or take the token it drew."""
         packed = self._programs.packed(1, feed.length)
         self._fill(packed[0], slot, active, feed)
-        self._caches, drawn = self._programs.feed(
+        self._caches, drawn, logits = self._programs.feed(
             self._caches, self._bank.arrays, packed
         )
         active.row.fed += len(feed.tokens)
@@ -242,6 +246,8 @@ class Scheduler:
             entry = self._index.claim(active.block)
             self._caches = self._programs.store(self._caches, slot, feed.start, entry)
         elif feed.draws:
+            if active.row.top_logprobs:
+                _note_top(active.row, self._programs.top(logits, packed)[0])
             self._take(slot, active, np.asarray(drawn)[0])
 
     def _decode_rows(self) -> None:
@@ -265,13 +271,17 @@ class Scheduler:
         if not ready:
             return
         longest = max(int(self._lengths[slot]) for slot, _ in ready) + 1
-        self._caches, drawn = self._programs.decode(
+        self._caches, drawn, logits = self._programs.decode(
             self._caches, self._bank.arrays, packed, longest
         )
+        asking = [slot for slot, active in ready if active.row.top_logprobs]
+        tops = self._programs.top(logits, packed) if asking else ()
         results = np.asarray(drawn)
         for slot, active in ready:
             active.row.fed += 1
             self._lengths[slot] = active.row.fed
+            if slot in asking:
+                _note_top(active.row, tops[slot])
             self._take(slot, active, results[slot])
 
     def _fill(self, packed: np.ndarray, slot: int, active: _Active, feed: Feed) -> None:
@@ -312,6 +322,8 @@ class Scheduler:
         if active.row.finish_reason is not None:
             self._active[slot] = None
             self._complete(active)
+        elif active.ticket.follow is not None:
+            active.ticket.follow(active.row)
 
     def _complete(self, active: _Active) -> None:
         ticket = active.ticket
@@ -335,6 +347,22 @@ class Scheduler:
         self._index.clear()
         self._caches = self._make_caches()
         self._lengths[:] = 0
+
+
+def _note_top(row: Row, likeliest: np.ndarray) -> None:
+    """Keep the likeliest tokens of the draw that is about to be taken.
+
+    Args:
+        row: About to take it.
+        likeliest: int32 `[n, 2]`: token and log-probability bits, likeliest first.
+    """
+    if row.sampling.temperature == 0.0:
+        likeliest = likeliest[:1].copy()
+        likeliest[:, 1] = 0  # the distribution has one token
+    logprobs = np.ascontiguousarray(likeliest[:, 1]).view(np.float32)
+    kept = zip(likeliest[:, 0].tolist(), logprobs.tolist(), strict=True)
+    possible = [entry for entry in kept if entry[1] > IMPOSSIBLE]
+    row.tops[len(row.logprobs)] = tuple(possible[: row.top_logprobs])
 
 
 def _fail(ticket: Ticket, error: KilnError) -> None:
