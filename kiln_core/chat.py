@@ -1,13 +1,12 @@
 """The chat endpoint's wire form, shared by the server and the HTTP policy.
 
-It is the OpenAI chat completions API with a few members of Kiln's own: the adapter, the
-exact rollout provenance, seeds up to 2^64-1, and a thinking budget. Unknown members of
-a request are ignored, as clients of that API expect; those that would change the result
-and are not supported are refused, unless they have the value that changes nothing.
+It is the OpenAI chat completions API with members of Kiln's own: those of every
+inference request (`inference.py`), the exact rollout provenance, and a thinking budget.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
@@ -15,11 +14,23 @@ from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
 from kiln_core.canonical import JsonValue, Record, Sha256, digest_json
-from kiln_core.contract import base_or_adapter
-from kiln_core.engine import Generation, GenerationRequest
+from kiln_core.engine import (
+    MAX_TOP_LOGPROBS,
+    AnswerToken,
+    Delta,
+    Generation,
+    GenerationRequest,
+)
 from kiln_core.errors import UsageError
+from kiln_core.inference import (
+    COMMONLY_REFUSED,
+    InferenceRequest,
+    Refusals,
+    Usage,
+    refuse_unsupported,
+    sampled_as,
+)
 from kiln_core.provenance import (
-    MAX_STOP_BYTES,
     ROLLOUT_PROVENANCE_SCHEMA,
     ActionToken,
     BehaviorPolicyIdentity,
@@ -35,49 +46,28 @@ from kiln_core.trace import Span
 __all__ = [
     "ChatAnswer",
     "ChatChoice",
+    "ChatChunk",
     "ChatRequest",
+    "Conversing",
     "GuideRequest",
+    "IncomingMessage",
     "PolicyAnswer",
     "chat_choice",
+    "conversation_request",
+    "delta_choice",
     "generation_request",
+    "last_choice",
 ]
 
-
-MAX_STOPS: Final = 256
-REFUSED: Final[tuple[tuple[str, tuple[JsonValue, ...], str], ...]] = (
-    ("stream", (False,), "this server answers whole completions"),
-    ("n", (1,), "ask once per completion"),
+REFUSED: Final[Refusals] = (
     ("tools", ([],), "give the action schema as response_format"),
     ("tool_choice", ("none", "auto"), "give the action schema as response_format"),
     ("functions", ([],), "give the action schema as response_format"),
     ("function_call", ("none", "auto"), "give the action schema as response_format"),
-    ("logprobs", (False,), "ask for rollout_provenance instead"),
-    ("top_logprobs", (0,), "ask for rollout_provenance instead"),
-    ("logit_bias", ({},), ""),
-    ("frequency_penalty", (0,), ""),
-    ("presence_penalty", (0,), ""),
-    ("repetition_penalty", (1,), ""),
-    ("min_tokens", (0,), ""),
-    ("ignore_eos", (False,), ""),
-    ("stop_token_ids", ([],), "name stop strings as stop"),
     ("thinking_budget_ms", (), "bound it by thinking_budget_tokens"),
+    *COMMONLY_REFUSED,
 )
 """Members that are not supported, the values that change nothing, what to do."""
-
-
-class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """The ``json_schema`` member of a response format."""
-
-    schema: dict[str, JsonValue] | bool
-    name: str = "action"
-    strict: bool | None = True
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answer must look like."""
-
-    type: Literal["text", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
 
 
 class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,50 +79,28 @@ class IncomingMessage(msgspec.Struct, frozen=True, kw_only=True):
     function_call: JsonValue = None
 
 
-class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of ``POST /v1/chat/completions``."""
+class Conversing(InferenceRequest, frozen=True, kw_only=True):
+    """Members of requests that a chat template renders."""
 
-    messages: Annotated[list[IncomingMessage], Meta(min_length=1)]
-    model: str | None = None
-    adapter: str | None = None
-    """LoRA adapter by name; null is the base model."""
-    stream: bool | None = None
-    n: int | None = None
-    seed: int | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    stop: str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None = None
-    rollout_provenance: bool = False
-    """Return exact token ids, log-probabilities and policy identity."""
     chat_template_kwargs: dict[str, JsonValue] | None = None
     thinking_budget_tokens: Annotated[int, Meta(ge=0)] | None = None
     thinking_budget_ms: int | None = None
-    response_format: ResponseFormat | None = None
     tools: JsonValue = None
     tool_choice: JsonValue = None
     functions: JsonValue = None
     function_call: JsonValue = None
-    logprobs: JsonValue = None
-    top_logprobs: JsonValue = None
-    logit_bias: JsonValue = None
-    frequency_penalty: JsonValue = None
-    presence_penalty: JsonValue = None
-    repetition_penalty: JsonValue = None
-    min_tokens: JsonValue = None
-    ignore_eos: JsonValue = None
-    stop_token_ids: JsonValue = None
 
 
-class ChatUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts of a completion."""
+class ChatRequest(Conversing, frozen=True, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
 
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
+    messages: Annotated[list[IncomingMessage], Meta(min_length=1)]
+    logprobs: bool | None = None
+    """Describe every token of the content."""
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    rollout_provenance: bool = False
+    """Return exact token ids, log-probabilities and policy identity."""
 
 
 class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,16 +112,43 @@ class AnswerMessage(msgspec.Struct, frozen=True, kw_only=True):
     reasoning_content: str | UnsetType = UNSET
 
 
-class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """A token and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TokenLogprob, frozen=True, kw_only=True):
+    """A token of the content, and the likeliest in its place."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Log-probabilities of a message."""
+
+    content: list[ContentLogprob]
+    refusal: None = None
+
+
+class ChoiceExtras(msgspec.Struct, frozen=True, kw_only=True):
+    """What a finished choice carries when it was asked for."""
+
+    logprobs: ChatLogprobs | UnsetType | None = UNSET
+    rollout_provenance: RolloutProvenance | UnsetType = UNSET
+    prompt_content_spans: list[Span] | UnsetType = UNSET
+    """Per message, the prompt positions that hold its content."""
+    guide_sha256: Sha256 | UnsetType | None = UNSET
+
+
+class ChatChoice(ChoiceExtras, frozen=True, kw_only=True):
     """One completion."""
 
     index: int
     message: AnswerMessage
     finish_reason: Literal["stop", "length"]
-    rollout_provenance: RolloutProvenance | UnsetType = UNSET
-    prompt_content_spans: list[Span] | UnsetType = UNSET
-    """Per message, the prompt positions that hold its content."""
-    guide_sha256: Sha256 | UnsetType | None = UNSET
 
 
 class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,7 +159,34 @@ class ChatAnswer(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: ChatUsage
+    usage: Usage
+
+
+class MessageDelta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a message has grown by."""
+
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+
+
+class ChunkChoice(ChoiceExtras, frozen=True, kw_only=True):
+    """What a choice has grown by; the last one has a reason and the extras."""
+
+    index: int
+    delta: MessageDelta
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class ChatChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One event of a streamed answer."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
 
 
 class PolicyAnswer(Record, frozen=True, kw_only=True):
@@ -185,14 +207,16 @@ class GuideRequest(Record, frozen=True, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1, le=limits.MAX_ACTION_TOKENS)]
 
 
-DEFAULT_MAX_TOKENS = 256
-T = TypeVar("T")
+DEFAULT_MAX_TOKENS: Final = 256
+Choice = TypeVar("Choice", ChatChoice, ChunkChoice)
+OPENING: Final = MessageDelta(role="assistant", content="")
+"""What a stream begins every choice with."""
 
 
 def generation_request(
     request: ChatRequest, seed: int, *, served_model_id: str
 ) -> GenerationRequest:
-    """Turn a chat request into what an engine samples.
+    """Turn a chat request into what an engine samples, as its first choice.
 
     Args:
         request: The body.
@@ -202,30 +226,59 @@ def generation_request(
     Raises:
         UsageError: It asks for something this server does not do.
     """
-    _refuse_unsupported(request)
-    chosen = request.seed if request.seed is not None else seed
-    if not 0 <= chosen <= limits.MAX_GENERATION_SEED:
-        raise UsageError("seed must be 0 to 2^64-1")
-    return GenerationRequest(
-        messages=tuple(_message(message) for message in request.messages),
-        seed=chosen,
-        max_tokens=request.max_completion_tokens
-        or request.max_tokens
-        or DEFAULT_MAX_TOKENS,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=_or(request.top_k, 0),
-        min_p=_or(request.min_p, 0.0),
-        adapter=_adapter(request, served_model_id),
+    if request.top_logprobs and not request.logprobs:
+        raise UsageError("top_logprobs needs logprobs true")
+    wanted = conversation_request(
+        request, request.messages, seed, served_model_id=served_model_id
+    )
+    if not request.logprobs:
+        return wanted
+    return msgspec.structs.replace(wanted, top_logprobs=request.top_logprobs or 0)
+
+
+def conversation_request(
+    request: Conversing,
+    messages: Sequence[IncomingMessage],
+    seed: int,
+    *,
+    served_model_id: str,
+) -> GenerationRequest:
+    """Turn messages and the members around them into what an engine samples.
+
+    Args:
+        request: The body.
+        messages: Of one conversation.
+        seed: Used where the body names none.
+        served_model_id: Name of the base model; any other ``model`` is an adapter.
+
+    Raises:
+        UsageError: It asks for something this server does not do.
+    """
+    refuse_unsupported(request, REFUSED)
+    prompt = GenerationRequest(
+        messages=tuple(_message(message) for message in messages),
+        seed=seed,
+        max_tokens=1,
         thinking=_thinking(request.chat_template_kwargs or {}),
         thinking_budget_tokens=request.thinking_budget_tokens,
-        action_schema=_schema(request.response_format),
-        stop=_stop(request.stop),
     )
+    wanted = sampled_as(
+        request,
+        prompt,
+        default_tokens=DEFAULT_MAX_TOKENS,
+        served_model_id=served_model_id,
+    )
+    if request.max_completion_tokens is None:
+        return wanted
+    return msgspec.structs.replace(wanted, max_tokens=request.max_completion_tokens)
 
 
 def chat_choice(
-    request: GenerationRequest, generation: Generation, *, provenance: bool
+    request: GenerationRequest,
+    generation: Generation,
+    *,
+    provenance: bool,
+    index: int = 0,
 ) -> ChatChoice:
     """Turn a generation into a choice of the answer.
 
@@ -233,26 +286,60 @@ def chat_choice(
         request: What was sampled.
         generation: What came.
         provenance: Whether exact ids and identity are included.
+        index: Which choice it is.
     """
     reasoning = generation.reasoning_content
     content = generation.content if generation.reasoning_closed else None
     choice = ChatChoice(
-        index=0,
+        index=index,
         message=AnswerMessage(
             role="assistant",
             content=content,
             reasoning_content=UNSET if reasoning is None else reasoning,
         ),
         finish_reason=generation.finish_reason,
+        logprobs=_logprobs(request, generation.answer_tokens),
     )
-    if not provenance:
-        return choice
-    return msgspec.structs.replace(
-        choice,
-        rollout_provenance=rollout_provenance(request, generation),
-        prompt_content_spans=list(generation.content_spans),
-        guide_sha256=generation.guide_sha256,
+    return _with_provenance(choice, request, generation) if provenance else choice
+
+
+def delta_choice(request: GenerationRequest, delta: Delta, index: int) -> ChunkChoice:
+    """Turn what a generation has said into a choice of a chunk.
+
+    Args:
+        request: What is sampled.
+        delta: What it has said since the last one.
+        index: Which choice it is.
+    """
+    return ChunkChoice(
+        index=index,
+        delta=MessageDelta(
+            content=delta.content or UNSET,
+            reasoning_content=delta.reasoning or UNSET,
+        ),
+        logprobs=_logprobs(request, delta.tokens),
     )
+
+
+def last_choice(
+    request: GenerationRequest,
+    generation: Generation,
+    *,
+    provenance: bool,
+    index: int,
+) -> ChunkChoice:
+    """Turn a finished generation into the last chunk of its choice.
+
+    Args:
+        request: What was sampled.
+        generation: What came; its text was told before.
+        provenance: Whether exact ids and identity are included.
+        index: Which choice it is.
+    """
+    choice = ChunkChoice(
+        index=index, delta=MessageDelta(), finish_reason=generation.finish_reason
+    )
+    return _with_provenance(choice, request, generation) if provenance else choice
 
 
 def rollout_provenance(
@@ -321,26 +408,40 @@ def rollout_provenance(
     )
 
 
-def _or(value: T | None, default: T) -> T:
-    return default if value is None else value
+def _with_provenance(
+    choice: Choice, request: GenerationRequest, generation: Generation
+) -> Choice:
+    return msgspec.structs.replace(
+        choice,
+        rollout_provenance=rollout_provenance(request, generation),
+        prompt_content_spans=list(generation.content_spans),
+        guide_sha256=generation.guide_sha256,
+    )
 
 
-def _adapter(request: ChatRequest, served_model_id: str) -> str | None:
-    """Return which adapter answers: ``adapter``, or a ``model`` that is not the base.
-
-    Raises:
-        UsageError: The two contradict each other.
-    """
-    adapter = base_or_adapter(request.adapter)
-    if request.model is None or request.model == served_model_id:
-        return adapter
-    model = base_or_adapter(request.model)
-    if adapter is not None and model != adapter:
-        raise UsageError(
-            f"model {request.model!r} and adapter {request.adapter!r} contradict",
-            hint="name the adapter in one of them",
-        )
-    return model
+def _logprobs(
+    request: GenerationRequest, tokens: Sequence[AnswerToken]
+) -> ChatLogprobs | UnsetType:
+    if request.top_logprobs is None:
+        return UNSET
+    return ChatLogprobs(
+        content=[
+            ContentLogprob(
+                token=token.text,
+                logprob=token.logprob,
+                bytes=list(token.data),
+                top_logprobs=[
+                    TokenLogprob(
+                        token=other.text,
+                        logprob=other.logprob,
+                        bytes=list(other.data),
+                    )
+                    for other in token.top
+                ],
+            )
+            for token in tokens
+        ]
+    )
 
 
 def _thinking(kwargs: dict[str, JsonValue]) -> bool:
@@ -355,23 +456,6 @@ def _thinking(kwargs: dict[str, JsonValue]) -> bool:
     return thinking
 
 
-def _schema(wanted: ResponseFormat | None) -> JsonValue | None:
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.json_schema is None:
-        raise UsageError("response_format json_schema needs its json_schema member")
-    return wanted.json_schema.schema
-
-
-def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
-    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(texts) or sum(len(text.encode()) for text in texts) > MAX_STOP_BYTES:
-        raise UsageError(
-            f"stop strings must not be empty, nor over {MAX_STOP_BYTES} bytes together"
-        )
-    return texts
-
-
 def _message(message: IncomingMessage) -> ChatMessage:
     if message.tool_calls or message.function_call:
         raise UsageError("not supported: tool calls in messages")
@@ -382,10 +466,3 @@ def _message(message: IncomingMessage) -> ChatMessage:
             raise UsageError("only text parts are supported in a message")
         content = "".join(str(part) for part in parts)
     return ChatMessage(role=message.role, content=content or "")
-
-
-def _refuse_unsupported(request: ChatRequest) -> None:
-    for name, harmless, instead in REFUSED:
-        value = getattr(request, name)
-        if value is not None and value not in harmless:
-            raise UsageError(f"not supported: {name}", hint=instead)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kiln_core.errors import AdmissionError, KilnError
 from kiln_server import problems
-from kiln_server.routes import adapters, chat, health, training
+from kiln_server.routes import adapters, chat, completions, health, training
 from kiln_server.settings import is_loopback
 from kiln_server.state import ServerState
 
@@ -90,7 +90,13 @@ def create_app(state: ServerState) -> ASGIApp:
             answered 503 until it is ready.
     """
     app = Starlette(
-        routes=[*health.ROUTES, *chat.ROUTES, *adapters.ROUTES, *training.ROUTES],
+        routes=[
+            *health.ROUTES,
+            *chat.ROUTES,
+            *completions.ROUTES,
+            *adapters.ROUTES,
+            *training.ROUTES,
+        ],
         exception_handlers={
             KilnError: problems.refused,
             HTTPException: problems.http_error,

@@ -16,6 +16,7 @@ from kiln_core.canonical import compact
 from kiln_core.errors import KilnError
 
 __all__ = [
+    "FAILED_UNEXPECTEDLY",
     "STATUSES",
     "answer",
     "disconnected",
@@ -50,6 +51,10 @@ CODES: Final = {404: "not_found", 405: "method_not_allowed"}
 CLIENT_GONE: Final = 499
 """Nobody reads it; logs of proxies know it as "client closed request"."""
 RETRY_AFTER_SECONDS: Final = 1
+FAILED_UNEXPECTEDLY: Final = KilnError(
+    "the server failed unexpectedly",
+    hint="its log has the details; please report them",
+)
 
 log = logging.getLogger("kiln.server")
 
@@ -107,9 +112,4 @@ async def disconnected(request: Request, error: Exception) -> Response:
 async def unexpected(request: Request, error: Exception) -> Response:
     """Answer a bug of ours: logged whole, told in one sentence."""
     log.error("unexpected failure on %s", request.url.path, exc_info=error)
-    return problem(
-        KilnError(
-            "the server failed unexpectedly",
-            hint="its log has the details; please report them",
-        )
-    )
+    return problem(FAILED_UNEXPECTEDLY)

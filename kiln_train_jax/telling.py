@@ -49,19 +49,21 @@ class Vocabulary:
         elif index not in row.tops and row.top_logprobs:
             top = {token: logprob}  # nothing else was possible
         ranked = sorted(top.items(), key=lambda entry: -entry[1])
+        data = self._data_of(token)
         return AnswerToken(
             token_id=token,
-            text=self.decode([token]),
-            data=self._data_of(token),
+            text=data.decode(errors="replace"),
+            data=data,
             logprob=shortest(logprob),
             top=tuple(self._choice(*entry) for entry in ranked),
         )
 
     def _choice(self, token: int, logprob: float) -> TokenChoice:
+        data = self._data_of(token)
         return TokenChoice(
             token_id=token,
-            text=self.decode([token]),
-            data=self._data_of(token),
+            text=data.decode(errors="replace"),
+            data=data,
             logprob=shortest(logprob),
         )
 

@@ -42,12 +42,13 @@ from kiln_core import (
 )
 from kiln_core.canonical import compact, read_json
 from kiln_core.chat import REFUSED
+from kiln_core.completions import BATCH_REFUSED, COMPLETIONS_REFUSED
 from kiln_core.drive import replay
 from kiln_core.errors import KilnError
 from kiln_core.verify import CHECKS
 from kiln_server import problems, settings
 from kiln_server.metrics import METRICS
-from kiln_server.routes import adapters, chat, health, training
+from kiln_server.routes import adapters, chat, completions, health, training
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -266,7 +267,7 @@ def test_settings_table_is_complete():
 def test_routes_table_is_complete():
     served = [
         f"{method} {route.path}"
-        for module in (health, chat, adapters, training)
+        for module in (health, chat, completions, adapters, training)
         for route in module.ROUTES
         for method in sorted(route.methods - {"HEAD"})
     ]
@@ -274,8 +275,9 @@ def test_routes_table_is_complete():
     assert sorted(documented) == sorted(served)
 
 
-def test_refused_chat_members_are_documented():
-    assert all(f"`{name}`" in page("operations.md") for name, _, _ in REFUSED)
+def test_refused_members_are_documented():
+    refused = (*REFUSED, *COMPLETIONS_REFUSED, *BATCH_REFUSED)
+    assert all(f"`{name}`" in page("operations.md") for name, _, _ in refused)
 
 
 def test_errors_table_is_true():

@@ -2,65 +2,48 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import time
 import uuid
-from concurrent.futures import Future
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
-import anyio
 from anyio import to_thread
-from starlette.requests import ClientDisconnect, Request
+from msgspec import UNSET
+from msgspec.structs import replace
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from kiln_core import limits
 from kiln_core.chat import (
+    OPENING,
     ChatAnswer,
+    ChatChunk,
     ChatRequest,
-    ChatUsage,
+    ChunkChoice,
     GuideRequest,
     chat_choice,
+    delta_choice,
     generation_request,
+    last_choice,
 )
-from kiln_core.engine import Generation, GenerationRequest
-from kiln_core.errors import CapacityFull, KilnError, UsageError
+from kiln_core.engine import Delta, Generation, GenerationRequest
+from kiln_core.inference import requests_for, usage_of
 from kiln_server.bodies import read_body
+from kiln_server.events import EventStream
+from kiln_server.generating import Live, counted, generate
 from kiln_server.problems import answer
 from kiln_server.state import ServerState, state_of
 
 __all__ = ["ROUTES"]
 
 MAX_CHAT_BYTES = 16 * limits.MIB
-POLL_SECONDS = 0.5
-"""How often a waiting request looks whether its client is still there."""
 
 
 async def completions(request: Request) -> Response:
-    """Answer one chat completion.
-
-    Raises:
-        KilnError: The request cannot be answered.
-        ClientDisconnect: Nobody waits for the answer.
-        CancelledError: The server is stopping.
-    """
-    state = state_of(request)
-    counted = state.metrics.chat_requests
-    try:
-        state.require_serving()
-        body = await read_body(request, ChatRequest, limit_bytes=MAX_CHAT_BYTES)
-        chat = await _complete(state, request, body)
-    except KilnError:
-        counted.labels(status="refused").inc()
-        raise
-    except (ClientDisconnect, asyncio.CancelledError):
-        counted.labels(status="cancelled").inc()
-        raise
-    except Exception:
-        counted.labels(status="failed").inc()
-        raise
-    counted.labels(status="completed").inc()
-    return answer(chat)
+    """Answer a conversation."""
+    return await counted(_completions(request), state_of(request).metrics.chat_requests)
 
 
 async def guides(request: Request) -> Response:
@@ -74,73 +57,72 @@ async def guides(request: Request) -> Response:
     return answer(report)
 
 
-async def _complete(
-    state: ServerState, request: Request, body: ChatRequest
-) -> ChatAnswer:
-    wanted = generation_request(
+async def _completions(request: Request) -> Response:
+    state = state_of(request)
+    state.require_serving()
+    body = await read_body(request, ChatRequest, limit_bytes=MAX_CHAT_BYTES)
+    first = generation_request(
         body,
         seed=secrets.randbits(64),
         served_model_id=state.engine.served_model_id,
     )
-    future = await to_thread.run_sync(_submitted, state, wanted)
-    generation = await _await_generation(state, request, future)
-    prompt, action = len(generation.prompt_token_ids), len(generation.action_token_ids)
-    state.metrics.chat_tokens.labels(kind="prompt").inc(prompt)
-    state.metrics.chat_tokens.labels(kind="completion").inc(action)
-    return ChatAnswer(
+    wanted = requests_for([first], body.choices)
+    if body.stream:
+        live = await Live.submit(state, wanted)
+        chunks = _chunks(state, body, wanted, live)
+        return EventStream(chunks, live.give_up, state.metrics.chat_requests)
+    generations = await generate(state, request, wanted)
+    usage = usage_of(generations, body.choices)
+    record = ChatAnswer(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         object="chat.completion",
         created=int(time.time()),
-        model=wanted.adapter or state.engine.served_model_id,
-        choices=[chat_choice(wanted, generation, provenance=body.rollout_provenance)],
-        usage=ChatUsage(
-            prompt_tokens=prompt,
-            completion_tokens=action,
-            total_tokens=prompt + action,
-        ),
+        model=first.adapter or state.engine.served_model_id,
+        choices=[
+            chat_choice(asked, said, provenance=body.rollout_provenance, index=index)
+            for index, (asked, said) in enumerate(zip(wanted, generations, strict=True))
+        ],
+        usage=usage,
     )
+    state.metrics.count_tokens(state.metrics.chat_tokens, usage)
+    return answer(record)
 
 
-def _submitted(state: ServerState, wanted: GenerationRequest) -> Future[Generation]:
-    """Queue a request; a schema that cannot guide it is not quietly left out.
-
-    Raises:
-        UsageError: The schema cannot guide decoding.
-    """
-    if wanted.action_schema is not None:
-        report = state.engine.guide(wanted.action_schema, wanted.max_tokens)
-        if report.guide_sha256 is None:
-            raise UsageError(
-                f"response_format cannot be honoured: {report.warning}",
-                hint="simplify the schema, raise max_tokens, or leave it out",
-            )
-    return state.engine.submit(wanted)
-
-
-async def _await_generation(
-    state: ServerState, request: Request, future: Future[Generation]
-) -> Generation:
-    """Await a generation; free its slot when nobody waits for it any more.
-
-    Raises:
-        ClientDisconnect: The client went away.
-        CapacityFull: The server is stopping.
-        CancelledError: This task was cancelled.
-    """
-    waiting = asyncio.wrap_future(future)
-    try:
-        while True:
-            with anyio.move_on_after(POLL_SECONDS):
-                return await asyncio.shield(waiting)
-            if await request.is_disconnected():
-                raise ClientDisconnect
-            state.require_time()
-    except asyncio.CancelledError:
-        if future.cancelled():
-            raise CapacityFull("the server is stopping") from None
-        raise
-    finally:
-        future.cancel()
+async def _chunks(
+    state: ServerState,
+    body: ChatRequest,
+    wanted: tuple[GenerationRequest, ...],
+    live: Live,
+) -> AsyncGenerator[ChatChunk, None]:
+    """Yield the chunks of a streamed answer: an opening, what is said, the usage."""
+    head = ChatChunk(
+        id=f"chatcmpl-{uuid.uuid4().hex}",
+        object="chat.completion.chunk",
+        created=int(time.time()),
+        model=wanted[0].adapter or state.engine.served_model_id,
+        choices=[],
+        usage=None if body.streams_usage else UNSET,
+    )
+    for index in range(len(wanted)):
+        yield replace(head, choices=[ChunkChoice(index=index, delta=OPENING)])
+    ended: dict[int, Generation] = {}
+    async with aclosing(live.events()) as events:
+        async for index, what in events:
+            if isinstance(what, Delta):
+                choice = delta_choice(wanted[index], what, index)
+            else:
+                ended[index] = what
+                choice = last_choice(
+                    wanted[index],
+                    what,
+                    provenance=body.rollout_provenance,
+                    index=index,
+                )
+            yield replace(head, choices=[choice])
+    usage = usage_of([ended[index] for index in sorted(ended)], body.choices)
+    state.metrics.count_tokens(state.metrics.chat_tokens, usage)
+    if body.streams_usage:
+        yield replace(head, usage=usage)
 
 
 ROUTES = [

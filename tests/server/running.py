@@ -174,6 +174,7 @@ def running(
         yield client
     finally:
         engine.answers.set()
+        engine.speaks.set()
         engine.trains.set()
         engine.starts.set()
         stop()

@@ -14,6 +14,7 @@ import pytest
 
 from kiln_core.actions import ActionSchema, parse_reply
 from kiln_core.canonical import convert_record, digest_json
+from kiln_core.inference import choice_seed
 from kiln_core.provenance import RolloutProvenance, scored_payload_digest
 from kiln_server import state
 from tests.server.running import Running, running, until
@@ -130,11 +131,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "adapter empty": ({"adapter": ""}, "not a safe name"),
     "unknown model": ({"model": "gpt-unknown"}, "'gpt-unknown' is not loaded"),
     "model and adapter": ({"model": "a", "adapter": "b"}, "contradict"),
-    "stream": ({"stream": True}, "not supported: stream"),
-    "several": ({"n": 2}, "not supported: n"),
+    "none": ({"n": 0}, "/n"),
+    "too many": ({"n": 129}, "/n"),
     "tools": ({"tools": [{"type": "function"}]}, "not supported: tools"),
     "functions": ({"functions": [{"name": "f"}]}, "not supported: functions"),
-    "logprobs": ({"logprobs": True}, "not supported: logprobs"),
+    "top without logprobs": ({"top_logprobs": 2}, "needs logprobs"),
+    "too many logprobs": ({"logprobs": True, "top_logprobs": 21}, "/top_logprobs"),
     "logit bias": ({"logit_bias": {"3": 1}}, "not supported: logit_bias"),
     "frequency": ({"frequency_penalty": 0.5}, "not supported: frequency_penalty"),
     "presence": ({"presence_penalty": -1}, "not supported: presence_penalty"),
@@ -237,6 +239,54 @@ def test_stop_string_ends_the_text(kiln: Running) -> None:
 def test_cut_answer_says_length(kiln: Running) -> None:
     (choice,) = kiln.post(CHAT, body(max_tokens=1)).json["choices"]
     assert choice["finish_reason"] == "length"
+
+
+# Several choices, log-probabilities
+
+
+def test_choices_have_seeds_of_their_own_and_the_first_is_the_lone_one(
+    kiln: Running,
+) -> None:
+    asked = body(n=3, rollout_provenance=True)
+    answer = kiln.post(CHAT, asked).json
+    alone = kiln.post(CHAT, {**asked, "n": 1}).json
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert answer["choices"][0] == alone["choices"][0]
+    for index, choice in enumerate(answer["choices"]):
+        found = provenance(choice)
+        assert found.seed == choice_seed(7, index)
+        again = kiln.post(CHAT, {**asked, "n": 1, "seed": found.seed}).json
+        assert again["choices"][0] == {**choice, "index": 0}
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == alone["usage"]["prompt_tokens"]
+    assert usage["completion_tokens"] == sum(
+        len(provenance(choice).action_tokens) for choice in answer["choices"]
+    )
+
+
+def test_choices_that_do_not_all_fit_the_queue_are_refused(kiln: Running) -> None:
+    kiln.engine.answers.clear()
+    answer = kiln.post(CHAT, body(n=20))
+    assert (answer.status, answer.json["error"]["code"]) == (429, "queue_full")
+    until(lambda: kiln.engine.busy == 0)
+    kiln.engine.answers.set()
+    assert kiln.post(CHAT, body(n=4)).status == 200
+
+
+def test_logprobs_describe_the_content(kiln: Running) -> None:
+    asked = body(logprobs=True, top_logprobs=2, response_format=guided())
+    (choice,) = kiln.post(CHAT, asked).json["choices"]
+    tokens = choice["logprobs"]["content"]
+    assert choice["logprobs"]["refusal"] is None
+    said = bytes(byte for token in tokens for byte in token["bytes"])
+    assert said.decode() == choice["message"]["content"]
+    assert all(token["logprob"] <= 0 for token in tokens)
+    assert {len(token["top_logprobs"]) for token in tokens} == {1, 2}
+    asked.pop("top_logprobs")
+    (choice,) = kiln.post(CHAT, asked).json["choices"]
+    assert {len(token["top_logprobs"]) for token in choice["logprobs"]["content"]} == {
+        0
+    }
 
 
 # Thinking

@@ -5,8 +5,9 @@ schema it is given and depends on the request's seed and messages alone; token i
 bytes, log-probabilities follow from how many choices there were. Training writes an
 adapter folder that remembers the best rollout, so an adapter really does better.
 
-Tests hold it at a moment (``answers``, ``trains``, ``starts``) and make it fail
-(``start_error``, ``train_error``). In a process of its own it is found like any other
+It is told out a character at a time where somebody listens. Tests hold it at a moment
+(``answers``, ``speaks``, ``trains``, ``starts``) and make it fail (``start_error``,
+``speak_error``, ``train_error``). In a process of its own it is found like any other
 engine, through an entry point that `entry_point` writes.
 """
 
@@ -28,10 +29,13 @@ from typing import Any
 from kiln_core.canonical import JsonValue, canonical_bytes, digest, digest_json
 from kiln_core.engine import (
     AdapterInfo,
+    AnswerToken,
+    Delta,
     EngineSettings,
     Generation,
     GenerationRequest,
     GuideReport,
+    TokenChoice,
     TrainingJob,
     TrainingOutcome,
     TrainingProgress,
@@ -72,6 +76,9 @@ ADAPTER_SLOTS = 3
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
+Listener = Callable[[Delta], None]
+
+
 class Unsupported(Exception):
     """A schema this simulator cannot speak."""
 
@@ -80,8 +87,9 @@ class SimulatedEngine:
     """The engine.
 
     Attributes:
-        answers, trains, starts: Set: goes on; cleared: waits at that moment.
-        start_error, train_error: Raised at that moment.
+        answers, speaks, trains, starts: Set: goes on; cleared: waits at that moment,
+            ``speaks`` after the first character.
+        start_error, speak_error, train_error: Raised at that moment.
         submitted: Requests so far.
         busy: Requests that hold a slot now.
         most_busy: The most at once.
@@ -94,7 +102,9 @@ class SimulatedEngine:
         self.context_tokens = settings.context_tokens or 16_384
         self.has_thinking_mode = thinking
         self.answers, self.trains, self.starts = (_open(), _open(), _open())
+        self.speaks = _open()
         self.start_error: Exception | None = None
+        self.speak_error: Exception | None = None
         self.train_error: Exception | None = None
         self.submitted: list[GenerationRequest] = []
         self.jobs: list[TrainingJob] = []
@@ -103,7 +113,9 @@ class SimulatedEngine:
         self._ready = False
         self._stopping = False
         self._changed = threading.Condition()
-        self._queue: deque[tuple[GenerationRequest, Future[Generation]]] = deque()
+        self._queue: deque[
+            tuple[GenerationRequest, Future[Generation], Listener | None]
+        ] = deque()
         self._threads: list[threading.Thread] = []
 
     # Life
@@ -127,7 +139,7 @@ class SimulatedEngine:
     def stop(self) -> None:
         with self._changed:
             self._stopping, self._ready = True, False
-            for _, future in self._queue:
+            for _, future, _ in self._queue:
                 future.cancel()
             self._queue.clear()
             self._changed.notify_all()
@@ -136,14 +148,16 @@ class SimulatedEngine:
 
     # Sampling
 
-    def submit(self, request: GenerationRequest) -> Future[Generation]:
+    def submit(
+        self, request: GenerationRequest, listener: Listener | None = None
+    ) -> Future[Generation]:
         self._check(request)
         future: Future[Generation] = Future()
         with self._changed:
             if len(self._queue) >= self.settings.max_queued_requests:
                 raise QueueFull("the request queue is full")
             self.submitted.append(request)
-            self._queue.append((request, future))
+            self._queue.append((request, future, listener))
             self._changed.notify()
         return future
 
@@ -155,7 +169,7 @@ class SimulatedEngine:
         roles = {message.role for message in request.messages}
         if not roles <= {"system", "user", "assistant", "tool"}:
             raise UsageError("a role is unknown")
-        prompt, _ = render(request.messages, thinking=self._thinks(request))
+        prompt, _ = self._prompt(request)
         if len(prompt) + request.max_tokens > self.context_tokens:
             raise ContextOverflow(
                 f"a prompt of {len(prompt)} tokens and an action of up to "
@@ -171,20 +185,25 @@ class SimulatedEngine:
                     self._changed.wait()
                 if self._stopping:
                     return
-                request, future = self._queue.popleft()
+                request, future, listener = self._queue.popleft()
                 self.busy += 1
                 self.most_busy = max(self.busy, self.most_busy)
-            self._answer(request, future)
+            self._answer(request, future, listener)
             with self._changed:
                 self.busy -= 1
 
-    def _answer(self, request: GenerationRequest, future: Future[Generation]) -> None:
-        while not self.answers.wait(0.01):
-            if future.cancelled() or self._stopping:
-                future.cancel()
-                return
+    def _answer(
+        self,
+        request: GenerationRequest,
+        future: Future[Generation],
+        listener: Listener | None,
+    ) -> None:
+        if not self._goes_on(self.answers, future):
+            return
         try:
             generation = self.generate(request)
+            if listener is not None and not self._speak(generation, future, listener):
+                return
         except Exception as error:
             with suppress(InvalidStateError):
                 future.set_exception(error)
@@ -192,13 +211,50 @@ class SimulatedEngine:
         with suppress(InvalidStateError):
             future.set_result(generation)
 
+    def _goes_on(self, event: threading.Event, future: Future[Generation]) -> bool:
+        while not event.wait(0.01):
+            if future.cancelled() or self._stopping:
+                future.cancel()
+                return False
+        return True
+
+    def _speak(
+        self, generation: Generation, future: Future[Generation], listener: Listener
+    ) -> bool:
+        """Tell a generation a character at a time; False when nobody listens."""
+        for character in generation.reasoning_content or "":
+            listener(Delta(reasoning=character))
+            if not self._goes_on(self.speaks, future):
+                return False
+        tokens = list(generation.answer_tokens)
+        for character in generation.content:
+            size = len(character.encode())
+            said, tokens = tokens[:size], tokens[size:]
+            listener(Delta(content=character, tokens=tuple(said)))
+            if not self._goes_on(self.speaks, future):
+                return False
+            if self.speak_error is not None:
+                raise self.speak_error
+        return True
+
+    def _prompt(
+        self, request: GenerationRequest
+    ) -> tuple[list[int], list[tuple[int, int]]]:
+        if request.prompt is None:
+            return render(request.messages, thinking=self._thinks(request))
+        raw = request.prompt
+        tokens = list(raw.encode() if isinstance(raw, str) else raw)
+        if not tokens or not all(0 <= token <= CLOSE for token in tokens):
+            raise UsageError("the prompt is empty, or holds no token id")
+        return tokens, []
+
     def _thinks(self, request: GenerationRequest) -> bool:
         return request.thinking and self.has_thinking_mode
 
     def generate(self, request: GenerationRequest) -> Generation:
         """Sample a request; equal requests give equal completions."""
         thinking = self._thinks(request)
-        prompt, spans = render(request.messages, thinking=thinking)
+        prompt, spans = self._prompt(request)
         tokens: list[int] = []
         logprobs: list[float | None] = []
         reasoning: str | None = None
@@ -241,6 +297,7 @@ class SimulatedEngine:
             behavior_policy=self.policy_identity(request.adapter),
             tokenizer=TOKENIZER,
             backend="simulated",
+            answer_tokens=_described(request, content, logprobs[start:]),
         )
 
     def _pieces(
@@ -520,6 +577,27 @@ def _text(value: JsonValue) -> str:
     return canonical_bytes(value).decode()
 
 
+def _described(
+    request: GenerationRequest, content: str, logprobs: list[float | None]
+) -> tuple[AnswerToken, ...]:
+    """Describe the bytes of the content; where one was a choice, so was another."""
+    if request.top_logprobs is None:
+        return ()
+    described = []
+    for byte, logprob in zip(content.encode(), logprobs, strict=False):
+        choice = {
+            "token_id": byte,
+            "text": bytes([byte]).decode(errors="replace"),
+            "data": bytes([byte]),
+            "logprob": logprob or 0.0,
+        }
+        other = {**choice, "token_id": 63, "text": "?", "data": b"?", "logprob": -9.0}
+        both = [TokenChoice(**choice), *([TokenChoice(**other)] if logprob else [])]
+        top = tuple(both[: request.top_logprobs])
+        described.append(AnswerToken(**choice, top=top))
+    return tuple(described)
+
+
 def _say(
     tokens: list[int], logprobs: list[float | None], text: str, choices: int
 ) -> None:
@@ -532,7 +610,8 @@ def _say(
 
 def _random(request: GenerationRequest) -> random.Random:
     said = [[message.role, message.content] for message in request.messages]
-    whole = canonical_bytes([str(request.seed), request.adapter, said])
+    raw = request.prompt if isinstance(request.prompt, str) else str(request.prompt)
+    whole = canonical_bytes([str(request.seed), request.adapter, said, raw])
     seed = int.from_bytes(hashlib.sha256(whole).digest())
     return _seeded(0 if request.temperature == 0 else seed)
 
