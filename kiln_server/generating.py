@@ -208,18 +208,29 @@ async def _all_of(
         CapacityFull: The server is stopping.
         CancelledError: This task was cancelled.
     """
-    waiting = asyncio.gather(*(asyncio.wrap_future(future) for future in futures))
-    try:
-        while True:
-            with anyio.move_on_after(POLL_SECONDS):
-                return await asyncio.shield(waiting)
-            if await request.is_disconnected():
-                raise ClientDisconnect
-            state.require_time()
-    except asyncio.CancelledError:
-        if any(future.cancelled() for future in futures):
-            raise CapacityFull("the server is stopping") from None
-        raise
+    waiting = [asyncio.wrap_future(future) for future in futures]
+    for one in waiting:
+        one.add_done_callback(_noticed)
+    while True:
+        done, rest = await asyncio.wait(
+            waiting, timeout=POLL_SECONDS, return_when=asyncio.FIRST_EXCEPTION
+        )
+        if any(one.cancelled() for one in done):
+            raise CapacityFull("the server is stopping")
+        failures = [error for one in done if (error := one.exception()) is not None]
+        if failures:
+            raise failures[0]
+        if not rest:
+            return [one.result() for one in waiting]
+        if await request.is_disconnected():
+            raise ClientDisconnect
+        state.require_time()
+
+
+def _noticed(future: asyncio.Future[Generation]) -> None:
+    """Mark a failure that comes when nobody waits any more as seen."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _give_up(futures: Futures) -> None:

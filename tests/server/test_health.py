@@ -94,7 +94,7 @@ def test_policy_says_who_would_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nobody", "..%2F..%2Fetc", "%00", "", "a%20b", "é"])
 def test_policy_of_an_unknown_adapter_is_refused(kiln: Running, name: str) -> None:
     path = "/v1/policy?adapter=" + name.replace("é", "%C3%A9")
-    assert kiln.get(path).status == 400
+    assert kiln.get(path).status == (404 if name == "nobody" else 400)
 
 
 # Metrics
@@ -115,6 +115,10 @@ LABELS = {
         "status": {"completed", "failed", "cancelled", "refused"}
     },
     "kiln_chat_tokens_total": {"kind": {"prompt", "completion"}},
+    "kiln_completion_requests_total": {
+        "status": {"completed", "failed", "cancelled", "refused"}
+    },
+    "kiln_completion_tokens_total": {"kind": {"prompt", "completion"}},
     "kiln_openenv_training_preflights_total": {"status": {"accepted", "rejected"}},
     "kiln_training_jobs_total": {
         "type": {"grpo"},
