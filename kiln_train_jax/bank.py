@@ -50,6 +50,10 @@ class AdapterBank:
         self._retired: set[int] = set()
         self._lock = threading.Lock()
 
+    def warm(self) -> None:
+        """Compile the change of a slot, so that no load keeps requests waiting."""
+        into_bank(self.arrays, 1, None)
+
     def names(self) -> frozenset[str]:
         """Return the names of loaded adapters."""
         with self._lock:

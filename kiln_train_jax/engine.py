@@ -120,6 +120,7 @@ class JaxEngine:
     def start(self) -> None:
         """Compile ahead and start the device loop; returns when ready."""
         _use_compilation_cache(self._settings.compile_cache_dir)
+        self.bank.warm()
         blocks = self._pool_blocks()
         caches = self._empty_caches(blocks)
         scheduler = Scheduler(

@@ -141,12 +141,21 @@ class Scheduler:
             if self._stopping:
                 raise PolicyError("the engine is stopping")
             if len(self._queue) >= self._max_queued:
+                self._forget_abandoned()
+            if len(self._queue) >= self._max_queued:
                 raise QueueFull(
                     f"{len(self._queue)} requests are waiting already",
                     limit=self._max_queued,
                 )
             self._queue.append(ticket)
             self._wake.notify()
+
+    def _forget_abandoned(self) -> None:
+        """Take requests whose callers gave up out of the queue."""
+        for ticket in list(self._queue):
+            if ticket.future.cancelled():
+                self._queue.remove(ticket)
+                self._bank.release(ticket.adapter_slot)
 
     def _run(self) -> None:
         while self._wait_for_work():

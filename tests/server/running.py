@@ -124,6 +124,7 @@ def running(
     prepare: Callable[[SimulatedEngine], None] = lambda engine: None,
     slots: int = 4,
     context_tokens: int | None = None,
+    engine: Any = None,
     **settings: Any,
 ) -> Iterator[Running]:
     """Serve in a thread; the thread has ended when this ends.
@@ -135,10 +136,11 @@ def running(
         prepare: Called with the engine before anything starts.
         slots: Requests answered together.
         context_tokens: Longest prompt and action.
+        engine: Serves instead of a simulated one.
         **settings: Of the server.
     """
     chosen = ServerSettings(port=0, adapter_dir=adapters, **settings)
-    engine = SimulatedEngine(
+    simulated = SimulatedEngine(
         EngineSettings(
             adapter_dir=adapters,
             slots=slots,
@@ -148,7 +150,8 @@ def running(
         ),
         thinking=thinking,
     )
-    prepare(engine)
+    prepare(simulated)
+    engine = engine or simulated
     listener = listen(chosen)
     port = listener.getsockname()[1]
     loop = asyncio.new_event_loop()
@@ -173,10 +176,10 @@ def running(
             until(lambda: engine.ready)
         yield client
     finally:
-        engine.answers.set()
-        engine.speaks.set()
-        engine.trains.set()
-        engine.starts.set()
+        simulated.answers.set()
+        simulated.speaks.set()
+        simulated.trains.set()
+        simulated.starts.set()
         stop()
         loop.close()
         listener.close()

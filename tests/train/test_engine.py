@@ -12,7 +12,13 @@ from msgspec.structs import replace
 
 from kiln_core.actions import ActionSchema, parse_reply
 from kiln_core.engine import EngineSettings
-from kiln_core.errors import CapacityFull, ContextOverflow, PolicyError, UsageError
+from kiln_core.errors import (
+    CapacityFull,
+    ContextOverflow,
+    PolicyError,
+    QueueFull,
+    UsageError,
+)
 from kiln_core.records import ChatMessage
 from kiln_train_jax.engine import JaxEngine
 from tests.train.conftest import LAMP_SCHEMA
@@ -234,6 +240,19 @@ def test_abandoned_request_frees_its_slot(engine, request_for):
     assert all(future.cancel() for future in long)
     generation = engine.submit(request_for(1, max_tokens=4)).result(timeout=60)
     assert len(generation.action_token_ids) <= 4
+
+
+def test_abandoned_request_frees_its_place_in_the_queue(engine, request_for):
+    running = [engine.submit(request_for(n, max_tokens=600)) for n in range(16)]
+    waiting = []
+    with pytest.raises(QueueFull):
+        while True:
+            waiting.append(engine.submit(request_for(1)))
+    assert all(future.cancel() for future in waiting)
+    last = engine.submit(request_for(1, max_tokens=4))
+    for future in running:
+        future.cancel()
+    assert last.result(timeout=60).action_token_ids
 
 
 def test_full_queue_is_refused_and_the_rest_is_served(engine, request_for):

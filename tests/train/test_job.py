@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
 import numpy as np
@@ -42,6 +44,28 @@ def test_training_makes_the_rewarded_action_likelier(engine, outcome):
     engine.load_adapter("learner")
     assert right_share(engine, "learner") > right_share(engine, None) + 0.2
     engine.unload_adapter("learner")
+
+
+def test_training_beside_changes_no_bit_of_an_answer(engine, groups, outcome):
+    """The job's programs are compiled already, so that its steps run beside these."""
+    wanted = [request(number, 3) for number in range(5)]
+    wanted += [request(number, 4, action_schema=None) for number in range(5)]
+
+    def answers():
+        made = [future.result() for future in map(engine.submit, wanted)]
+        return [(one.action_token_ids, one.logprobs) for one in made]
+
+    alone = answers()
+    first = threading.Event()
+    job = job_of(groups, "beside", **FAST)
+    with ThreadPoolExecutor(1) as pool:
+        training = pool.submit(engine.train, job, lambda _: first.set(), lambda: False)
+        first.wait(60)
+        while True:
+            assert answers() == alone
+            if training.done():
+                break
+        assert training.result().adapter_sha256 == outcome[0].adapter_sha256
 
 
 def test_every_step_is_reported(outcome):
