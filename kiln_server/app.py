@@ -135,6 +135,7 @@ async def _started(state: ServerState) -> None:
 def _start(state: ServerState) -> None:
     try:
         state.engine.start()
+        state.was_ready = state.engine.ready
     except KilnError as error:
         state.failure = error.message
         log.error("the engine cannot start: %s", error.message)  # noqa: TRY400 - ours

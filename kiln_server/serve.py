@@ -12,10 +12,11 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import closing, suppress
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from hypercorn.asyncio import serve as hypercorn_serve
@@ -56,6 +57,8 @@ def run(flags: Mapping[str, Any], *, as_json: bool = False) -> None:
         asyncio.run(_until_signal(state, listener))
     if state.failure is not None:
         raise click.exceptions.Exit(UNFINISHED)
+    if not state.was_ready:
+        _leave_the_compiler()
 
 
 def listen(settings: ServerSettings) -> socket.socket:
@@ -147,6 +150,18 @@ async def serve(
     finally:
         with suppress(asyncio.CancelledError):
             await serving
+
+
+def _leave_the_compiler() -> NoReturn:
+    """End the process while its engine compiles, which nothing can interrupt.
+
+    An ordinary exit would wait for the compiler's threads.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(0)
 
 
 async def _until_signal(state: ServerState, listener: socket.socket) -> None:

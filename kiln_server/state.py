@@ -42,6 +42,8 @@ class ServerState:
         self.started = time.monotonic()
         self.failure: str | None = None
         """Why the engine could not start."""
+        self.was_ready = False
+        """Whether it was started before the server was told to stop."""
         self.failed = asyncio.Event()
         """Set when it could not."""
         self.ending = asyncio.Event()

@@ -8,9 +8,10 @@ that can be wrong with a request is found before it is queued.
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
+import threading
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from kiln_train_jax.folder import load_folder
 from kiln_train_jax.guide import Guide, GuideCompiler, Unguidable, mask_of
 from kiln_train_jax.identity import backend_name, inference_config, policy_identity
 from kiln_train_jax.library import AdapterLibrary
+from kiln_train_jax.memory import give_back
 from kiln_train_jax.programs import BLOCK, FEEDS, Caches, Programs, empty_caches
 from kiln_train_jax.rows import Row, Rules, Sampling
 from kiln_train_jax.scheduler import Scheduler, Ticket
@@ -106,6 +108,8 @@ class JaxEngine:
         self._close_ids = tuple(self.folder.tokenizer.encode_markup(CLOSER))
         self._free_mask = self._speakable()
         self._scheduler: Scheduler | None = None
+        self._stopped: Future[None] = Future()
+        """Done when the engine was told to end."""
 
     @property
     def ready(self) -> bool:
@@ -118,24 +122,46 @@ class JaxEngine:
         return (0, 0) if self._scheduler is None else self._scheduler.prefix_counts
 
     def start(self) -> None:
-        """Compile ahead and start the device loop; returns when ready."""
+        """Compile ahead and start the device loop; returns when ready, or stopped.
+
+        XLA cannot be interrupted, so it compiles in a thread that a stop leaves behind.
+        """
         _use_compilation_cache(self._settings.compile_cache_dir)
+        compiled: Future[Scheduler] = Future()
+
+        def compile_ahead() -> None:
+            try:
+                compiled.set_result(self._new_scheduler())
+            except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+                compiled.set_exception(error)
+
+        threading.Thread(target=compile_ahead, name="kiln-compile", daemon=True).start()
+        awaited: list[Future[Any]] = [compiled, self._stopped]
+        wait(awaited, return_when=FIRST_COMPLETED)
+        if self._stopped.done():
+            return
+        scheduler = compiled.result()
+        give_back()
+        scheduler.start()
+        self._scheduler = scheduler
+
+    def _new_scheduler(self) -> Scheduler:
         self.bank.warm()
         blocks = self._pool_blocks()
         caches = self._empty_caches(blocks)
-        scheduler = Scheduler(
-            Programs(self.folder.model, caches, self.bank.arrays),
+        return Scheduler(
+            Programs(self.folder.model, caches, self.bank.arrays, self._stopped.done),
             self.bank,
             lambda: self._empty_caches(blocks),
             slots=self.slots,
             blocks=blocks,
             max_queued_requests=self._settings.max_queued_requests,
         )
-        scheduler.start()
-        self._scheduler = scheduler
 
     def stop(self) -> None:
-        """Fail what is queued, finish what runs, and end the device loop."""
+        """Fail what is queued, finish what runs, and end the device loop for good."""
+        if not self._stopped.done():
+            self._stopped.set_result(None)
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.stop()

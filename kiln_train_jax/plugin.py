@@ -19,6 +19,7 @@ from kiln_core.engine import (
 from kiln_core.grpo import GrpoConfig
 from kiln_train_jax import job as jobs
 from kiln_train_jax.engine import JaxEngine
+from kiln_train_jax.memory import give_back
 from kiln_train_jax.replaying import TurnReplayer
 from kiln_train_jax.rows import Rules
 from kiln_train_jax.template import CLOSER, OPENER
@@ -52,7 +53,10 @@ class JaxPlugin(JaxEngine):
         replayer = TurnReplayer(
             self.rules_of_turn, self.opens_reasoning, self.folder.config.vocab_size
         )
-        return jobs.run_job(self, replayer, job, report, cancelled)
+        try:
+            return jobs.run_job(self, replayer, job, report, cancelled)
+        finally:
+            give_back()
 
     def rules_of_turn(
         self, schema: Any, max_tokens: int, *, thinking: bool

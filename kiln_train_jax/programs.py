@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 from kiln_core.engine import MAX_TOP_LOGPROBS
+from kiln_core.errors import PolicyError
 from kiln_train_jax.attention import BatchContext, KeyValue, RowContext
 from kiln_train_jax.guide import mask_words
 from kiln_train_jax.lora import Lora, select_one, select_rows
@@ -92,13 +93,20 @@ def empty_caches(
 class Programs:
     """The compiled programs of one model for one engine."""
 
-    def __init__(self, model: Decoder, caches: Caches, bank: Lora) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        caches: Caches,
+        bank: Lora,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Compile everything a request may meet.
 
         Args:
             model: Its parameters are shared, not copied.
             caches: Only their shapes matter here.
             bank: Only its shapes matter here.
+            stopped: Asked before every program; once true, no more are compiled.
         """
         self.vocabulary = model.config.vocab_size
         self.words = mask_words(self.vocabulary)
@@ -122,7 +130,10 @@ class Programs:
             logits = np.zeros((rows, self.vocabulary), np.float32)
             wanted[f"top {rows}"] = (self._top_rows, (logits, self._heads(rows)))
         with ThreadPoolExecutor(COMPILERS) as pool:
-            compiled = pool.map(_compile, wanted.values())
+            compiled = pool.map(
+                lambda each: _stopped_program if stopped() else _compile(each),
+                wanted.values(),
+            )
             self._compiled = dict(zip(wanted, compiled, strict=True))
 
     def packed(self, rows: int, tokens: int) -> np.ndarray:
@@ -288,6 +299,15 @@ def _compile(wanted: tuple[Callable[..., Any], tuple[Any, ...]]) -> Callable[...
     lowered = jax.jit(function, donate_argnames=tuple(donated)).lower(*arguments)
     compiled: Callable[..., Any] = lowered.compile()
     return compiled
+
+
+def _stopped_program(*arguments: Any) -> Any:
+    """Stand for a program of an engine that was stopped before it began.
+
+    Raises:
+        PolicyError: Always.
+    """
+    raise PolicyError("the engine is stopping")
 
 
 def _bits(values: jax.Array, dtype: Any) -> jax.Array:

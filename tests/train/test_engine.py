@@ -20,6 +20,7 @@ from kiln_core.errors import (
     UsageError,
 )
 from kiln_core.records import ChatMessage
+from kiln_train_jax import programs
 from kiln_train_jax.engine import JaxEngine
 from tests.train.conftest import LAMP_SCHEMA
 
@@ -243,7 +244,7 @@ def test_abandoned_request_frees_its_slot(engine, request_for):
 
 
 def test_abandoned_request_frees_its_place_in_the_queue(engine, request_for):
-    running = [engine.submit(request_for(n, max_tokens=600)) for n in range(16)]
+    running = [engine.submit(request_for(n, max_tokens=500)) for n in range(16)]
     waiting = []
     with pytest.raises(QueueFull):
         while True:
@@ -298,6 +299,43 @@ def test_stopped_engine_refuses_and_ends_its_thread(settings, request_for):
     assert not engine.ready
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("kiln-device-loop") <= 1
+
+
+def test_stop_does_not_wait_for_the_compiler(settings, monkeypatch):
+    compiling, go_on = threading.Event(), threading.Event()
+    whole = programs._compile
+
+    def held(wanted):
+        compiling.set()
+        go_on.wait()
+        return whole(wanted)
+
+    monkeypatch.setattr(programs, "_compile", held)
+    engine = JaxEngine(settings)
+    starting = threading.Thread(target=engine.start)
+    starting.start()
+    compiling.wait()
+    engine.stop()
+    starting.join()
+    assert not engine.ready
+    engine.stop()
+    go_on.set()
+    until_ended("kiln-compile")
+    engine.start()  # a stopped engine stays stopped
+    assert not engine.ready
+    until_ended("kiln-compile")
+
+
+def until_ended(name):
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join()
+
+
+def test_failure_to_compile_is_raised_by_the_start(settings, monkeypatch):
+    monkeypatch.setattr(programs, "_compile", lambda wanted: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        JaxEngine(settings).start()
 
 
 def test_context_beyond_the_model_is_refused(tmp_path):
