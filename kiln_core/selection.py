@@ -42,7 +42,7 @@ class TrainingSelector:
 
     Args:
         keep_equal_rewards: Whether groups of equal rewards are kept, since another
-            loss (ECHO) learns from them.
+            loss (ECHO) learns from them or dynamic sampling is off.
     """
 
     def __init__(self, *, keep_equal_rewards: bool = False) -> None:
@@ -105,7 +105,8 @@ class TrainingSelector:
 
 def selector_for(config: GrpoConfig) -> TrainingSelector:
     """Return the selector of a configuration."""
-    return TrainingSelector(keep_equal_rewards=config.loss.echo is not None)
+    kept = config.loss.echo is not None or not config.dynamic_sampling
+    return TrainingSelector(keep_equal_rewards=kept)
 
 
 def without_output(rollout: ScoredRollout) -> bool:

@@ -8,9 +8,15 @@ from msgspec import UNSET
 
 from kiln_core.actions import InvalidAction
 from kiln_core.canonical import canonical_bytes, compact
+from kiln_core.grpo import EchoLoss, GrpoConfig, LossConfig
 from kiln_core.receipt import OpenEnvTrainingSelection
 from kiln_core.records import AgenticGroup, ChatMessage, ScoredRollout, TurnSegment
-from kiln_core.selection import TrainingSelector, harness_code, without_output
+from kiln_core.selection import (
+    TrainingSelector,
+    harness_code,
+    selector_for,
+    without_output,
+)
 
 PROMPT = [ChatMessage(role="user", content="go")]
 
@@ -142,6 +148,21 @@ def test_other_losses_keep_equal_rewards() -> None:
     assert selector.select(group(rollout(1.0), rollout(1.0)))
     assert selector.select(group(rollout(1.0, SILENT))) is None
     assert selector.record().groups_submitted == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [
+        (GrpoConfig(), False),
+        (GrpoConfig(dynamic_sampling=False), True),
+        (GrpoConfig(loss=LossConfig(echo=EchoLoss())), True),
+    ],
+)
+def test_configuration_says_whether_equal_rewards_are_kept(
+    config: GrpoConfig, kept: bool
+) -> None:
+    chosen = selector_for(config).select(group(rollout(1.0), rollout(1.0)))
+    assert (chosen is not None) == kept
 
 
 def test_clean_selection_has_no_warning() -> None:
