@@ -198,7 +198,11 @@ class TrainingProgress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     mean_reward: float
     kl: float
+    """Mean log ratio to the reference, in nats; 0 without a KL term."""
+    entropy: float
+    """Mean entropy of the distributions that ids were drawn from, in nats."""
     clip_fraction: float
+    """Share of the step's ids whose importance ratio was clipped."""
     logprob_agreement: float
     """Largest |ratio - 1| between recorded and recomputed probabilities, so far."""
 

@@ -1,87 +1,30 @@
-"""From recorded groups to padded arrays.
-
-A rollout becomes one row as long as each turn's prompt extends the ids before it; a
-turn that does not (templates that drop old reasoning) starts a new row, and no action
-is dropped. Only sampled ids carry a policy loss; forced ids stand in no denominator.
+"""From the rows of an optimizer step to padded arrays.
 
 A step's prompts mostly agree: candidates of a group share all of theirs, and groups of
 one environment its system message. What all rows share is computed once, and equal rows
 become one row with the sum of their weights. Where that would cost more than keeping
 groups apart, they are kept apart and their gradients added.
 
-Shapes are rounded up to few sizes, so that a corpus meets few compiled programs.
+How rows come from recorded groups is not handled here (`units.py`), nor which shapes a
+job uses (`shapes.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
-from msgspec import UnsetType
 
-from kiln_core.errors import TrainingError
-from kiln_core.records import AgenticGroup, ScoredRollout
-from kiln_core.trace import TokenTrace
-from kiln_train_jax.advantages import group_advantages
 from kiln_train_jax.guide import mask_words
-from kiln_train_jax.replaying import TurnReplayer
+from kiln_train_jax.shapes import ShapePlan, Sizes, bucket
+from kiln_train_jax.units import TrainingRow, TrainingUnit
 
-__all__ = ["Batch", "TrainingRow", "TrainingUnit", "step_batches", "training_units"]
+__all__ = ["Batch", "Layout", "Pack"]
 
-SMALLEST: Final = 8
-
-
-class SampledToken(NamedTuple):
-    """One id that carries a policy loss."""
-
-    position: int
-    """Index in the row of the id that predicts it."""
-    token: int
-    mask: np.ndarray
-    """int32 `[words]`: the set it was drawn from."""
-    logprob: float
-    """Recorded, under that set."""
-
-
-class TrainingRow(NamedTuple):
-    """One sequence of ids behind the shared prompt."""
-
-    rollout: tuple[int, int]
-    """Group and candidate; a rollout whose prompt does not grow has several rows."""
-
-    tokens: list[int]
-    """The last prompt id, then everything after it."""
-    sampled: list[SampledToken]
-    observed: list[int]
-    """Indices in the row of environment ids (what ECHO may train)."""
-    advantage: float
-    temperature: float
-
-    @property
-    def content(self) -> tuple[Any, ...]:
-        """What makes two rows equal but for who earned what."""
-        sampled = tuple(
-            (s.position, s.token, s.mask.tobytes(), s.logprob) for s in self.sampled
-        )
-        return tuple(self.tokens), sampled, tuple(self.observed), self.temperature
-
-
-class TrainingUnit(NamedTuple):
-    """Rows that share a prompt."""
-
-    prompt: list[int]
-    """All but the last id of the shared prompt."""
-    rows: list[TrainingRow]
-    group: int
-    """Index of the group in the corpus."""
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Ids that carry a policy loss."""
-        return sum(len(row.sampled) for row in self.rows)
+SMALLEST: Final = Sizes(rows=2, prefix=32, time=32, sampled=8, observed=8)
+"""Smaller shapes cost no less, and would be programs of their own."""
 
 
 class Batch(NamedTuple):
@@ -103,6 +46,8 @@ class Batch(NamedTuple):
     """float32 `[rows, sampled]`: recorded log-probabilities."""
     weight: np.ndarray
     """float32 `[rows, sampled]`: share of the step's mean, 0 where padded."""
+    kl_weight: np.ndarray
+    """float32 `[rows, sampled]`: the same, where the KL term acts."""
     gain: np.ndarray
     """float32 `[rows, sampled]`: share times advantage."""
     temperature: np.ndarray
@@ -113,80 +58,62 @@ class Batch(NamedTuple):
     """int32 `[rows, observed]`."""
     observed_weight: np.ndarray
     """float32 `[rows, observed]`."""
+    rollout: np.ndarray
+    """int32 `[rows, 2]`: group and candidate (the first of equal rows), for naming."""
 
 
-def training_units(
-    group: AgenticGroup,
-    index: int,
-    mode: Literal["dr_grpo", "vanilla"],
-    replayer: TurnReplayer,
-) -> list[TrainingUnit]:
-    """Turn a recorded group into units of rows.
+class Layout(NamedTuple):
+    """How the rows of a step are weighed and laid out."""
 
-    Args:
-        group: With token ids in its traces.
-        index: Its place in the corpus.
-        mode: Advantage mode.
-        replayer: Recovers the sets that tokens were drawn from.
+    vocabulary: int
+    """Number of token ids."""
+    per_sample: bool = False
+    """Whether every rollout weighs the same, instead of every token."""
+    echo: bool = False
+    """Whether environment ids are weighted."""
+    signed: bool = False
+    """Whether equal rows of unlike sign stay apart, since a clip treats them so."""
 
-    Raises:
-        TrainingError: It has no token ids, or they contradict themselves.
-    """
-    shared = group.prompt_token_ids
-    if isinstance(shared, UnsetType):
-        raise TrainingError(
-            f"group {index} has no token ids",
-            hint="collect it without --no-trace, with a policy that returns them",
-        )
-    rewards = [completion.reward for completion in group.completions]
-    advantages = group_advantages(rewards, mode)
-    by_prompt: dict[tuple[int, ...], list[TrainingRow]] = {}
-    for candidate, completion in enumerate(group.completions):
-        name, advantage = (index, candidate), float(advantages[candidate])
-        for prompt, row in _rows(group, shared, completion, replayer):
-            row = row._replace(rollout=name, advantage=advantage)  # noqa: PLW2901 - named
-            by_prompt.setdefault(tuple(prompt), []).append(row)
-    return [
-        TrainingUnit(list(prompt), rows, index) for prompt, rows in by_prompt.items()
-    ]
+    def packs(self, units: Sequence[TrainingUnit]) -> list[Pack]:
+        """Lay out the units of one optimizer step.
 
+        Returns:
+            Packs whose weights together sum to 1 over all sampled ids, and to at most 1
+            over the environment ids.
+        """
+        shares = _Shares(units, per_sample=self.per_sample)
+        together = [Pack(_common_prefix(units), units, shares, self)]
+        apart = [Pack(len(unit.prompt), [unit], shares, self) for unit in units]
+        return min(together, apart, key=lambda packs: sum(p.sizes.cost for p in packs))
 
-def step_batches(
-    units: Sequence[TrainingUnit], vocabulary: int, *, per_sample: bool, echo: bool
-) -> list[Batch]:
-    """Lay out the units of one optimizer step.
+    def plan(self, steps: Iterable[Sequence[TrainingUnit]]) -> ShapePlan:
+        """Return the shapes that the batches of all steps of a job share."""
+        return ShapePlan(pack.sizes for units in steps for pack in self.packs(units))
 
-    Args:
-        units: In order.
-        vocabulary: Number of token ids.
-        per_sample: Whether every rollout weighs the same, instead of every token.
-        echo: Whether environment ids are weighted, each row's to a sum of 1 over the
-            rows that have any.
+    def batches(
+        self, units: Sequence[TrainingUnit], plan: ShapePlan | None = None
+    ) -> list[Batch]:
+        """Return the padded arrays of one optimizer step.
 
-    Returns:
-        Batches whose weights together sum to 1 over all sampled ids.
-    """
-    shares = _Shares(units, per_sample=per_sample, echo=echo)
-    together = [_Pack.of(_common_prefix(units), units, shares)]
-    apart = [_Pack.of(len(unit.prompt), [unit], shares) for unit in units]
-    cheaper = min(together, apart, key=lambda packs: sum(pack.cost for pack in packs))
-    return [pack.batch(vocabulary) for pack in cheaper]
+        Args:
+            units: Of its groups, in order.
+            plan: Shapes of the job; None gives each batch its own.
+        """
+        plan = plan or ShapePlan()
+        return [pack.batch(plan.of(pack.sizes)) for pack in self.packs(units)]
 
 
 class _Shares:
     """How much each id of a step weighs."""
 
-    def __init__(
-        self, units: Sequence[TrainingUnit], *, per_sample: bool, echo: bool
-    ) -> None:
+    def __init__(self, units: Sequence[TrainingUnit], *, per_sample: bool) -> None:
         rows = [row for unit in units for row in unit.rows]
         self._sampled: Counter[tuple[int, int]] = Counter()
         for row in rows:
             self._sampled[row.rollout] += len(row.sampled)
         self._rollouts = sum(count > 0 for count in self._sampled.values())
-        self._observing = sum(bool(row.observed) for row in rows)
+        self._observing = sum(row.observation_tokens > 0 for row in rows)
         self._per_sample = per_sample
-        self._echo = echo
 
     def sampled(self, row: TrainingRow) -> float:
         """Return the share of each sampled id of a row."""
@@ -195,10 +122,8 @@ class _Shares:
         return 1.0 / max(self._sampled.total(), 1)
 
     def observed(self, row: TrainingRow) -> float:
-        """Return the share of each environment id of a row."""
-        if not self._echo:
-            return 0.0
-        return 1.0 / max(self._observing * len(row.observed), 1)
+        """Return the share of each environment id of a row; warnings are counted."""
+        return 1.0 / max(self._observing * row.observation_tokens, 1)
 
 
 class _Line:
@@ -218,88 +143,89 @@ class _Line:
         self.observed_weight += shares.observed(row)
 
 
-class _Pack:
-    """Lines behind one prefix."""
+class Pack:
+    """Lines behind one prefix.
 
-    def __init__(self, prefix: list[int], lines: list[_Line]) -> None:
-        self.prefix = prefix
-        self.lines = lines
+    Args:
+        shared: How many leading prompt ids of all units are the prefix.
+        units: In order.
+        shares: What each id weighs.
+        layout: How lines are joined and what carries a loss.
+    """
 
-    @classmethod
-    def of(cls, shared: int, units: Sequence[TrainingUnit], shares: _Shares) -> _Pack:
-        """Lay out units behind their first ``shared`` prompt ids."""
+    def __init__(
+        self,
+        shared: int,
+        units: Sequence[TrainingUnit],
+        shares: _Shares,
+        layout: Layout,
+    ) -> None:
         lines: dict[Any, _Line] = {}
         for unit in units:
             tail = unit.prompt[shared:]
             for row in unit.rows:
-                key = (tuple(tail), *row.content)
-                line = lines.setdefault(key, _Line(tail, row))
-                line.add(row, shares)
-        return cls(units[0].prompt[:shared], list(lines.values()))
+                sign = float(np.sign(row.advantage)) if layout.signed else 0.0
+                key = (tuple(tail), sign, *row.content)
+                lines.setdefault(key, _Line(tail, row)).add(row, shares)
+        self._prefix = units[0].prompt[:shared]
+        self._lines = list(lines.values())
+        self._layout = layout
 
     @property
-    def cost(self) -> int:
-        """Ids the model must run, padding included."""
-        longest = max(len(line.tokens) for line in self.lines)
-        lines = bucket(len(self.lines), smallest=1)
-        return bucket(len(self.prefix)) + lines * bucket(longest)
+    def sizes(self) -> Sizes:
+        """The shape it needs, rounded up; without ECHO no environment id is looked at.
 
-    def batch(self, vocabulary: int) -> Batch:
-        """Return the padded arrays."""
-        rows = [line.row for line in self.lines]
-        batch = _Sizes(
-            rows=bucket(len(rows), smallest=1),
-            prefix=bucket(len(self.prefix)),
-            time=bucket(max(len(line.tokens) for line in self.lines)),
-            sampled=bucket(max(len(row.sampled) for row in rows), smallest=1),
-            observed=bucket(max(len(row.observed) for row in rows), smallest=1),
-            words=mask_words(vocabulary),
-        ).empty(len(self.prefix))
-        batch.prefix[: len(self.prefix)] = self.prefix
-        for at, line in enumerate(self.lines):
+        Padding is counted, so that the cheaper of two layouts is.
+        """
+        rows = [line.row for line in self._lines]
+        observed = max(len(row.observed) for row in rows) if self._layout.echo else 0
+        exact = Sizes(
+            rows=len(rows),
+            prefix=len(self._prefix),
+            time=max(len(line.tokens) for line in self._lines),
+            sampled=max(len(row.sampled) for row in rows),
+            observed=observed,
+        )
+        rounded = Sizes(*map(bucket, exact, SMALLEST))
+        return rounded if observed else rounded._replace(observed=1)
+
+    def batch(self, sizes: Sizes) -> Batch:
+        """Return the arrays, padded to a shape that holds them."""
+        batch = _empty(sizes, mask_words(self._layout.vocabulary), len(self._prefix))
+        batch.prefix[: len(self._prefix)] = self._prefix
+        for at, line in enumerate(self._lines):
             _fill(batch, at, line)
+            if self._layout.echo:
+                _fill_observed(batch, at, line)
         return batch
 
 
-class _Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The padded shape of a batch."""
-
-    rows: int
-    prefix: int
-    time: int
-    sampled: int
-    observed: int
-    words: int
-
-    def empty(self, prefix_length: int) -> Batch:
-        """Return zeroed arrays; the mask of a padded place allows everything."""
-        drawn, seen = (self.rows, self.sampled), (self.rows, self.observed)
-        return Batch(
-            prefix=np.zeros(self.prefix, np.int32),
-            prefix_length=np.asarray(prefix_length, np.int32),
-            tokens=np.zeros((self.rows, self.time), np.int32),
-            position=np.zeros(drawn, np.int32),
-            target=np.zeros(drawn, np.int32),
-            mask=np.full((*drawn, self.words), -1, np.int32),
-            behavior=np.zeros(drawn, np.float32),
-            weight=np.zeros(drawn, np.float32),
-            gain=np.zeros(drawn, np.float32),
-            temperature=np.ones(self.rows, np.float32),
-            observed_position=np.zeros(seen, np.int32),
-            observed_target=np.zeros(seen, np.int32),
-            observed_weight=np.zeros(seen, np.float32),
-        )
-
-
-def bucket(size: int, smallest: int = SMALLEST) -> int:
-    """Round up to two significant binary digits, so that waste is at most a third."""
-    size = max(size, smallest)
-    step = 1 << max(size.bit_length() - 2, 0)
-    return -(-size // step) * step
+def _empty(sizes: Sizes, words: int, prefix_length: int) -> Batch:
+    """Return zeroed arrays; the mask of a padded place allows everything."""
+    drawn = (sizes.rows, sizes.sampled)
+    seen = (sizes.rows, sizes.observed)
+    return Batch(
+        prefix=np.zeros(sizes.prefix, np.int32),
+        prefix_length=np.asarray(prefix_length, np.int32),
+        tokens=np.zeros((sizes.rows, sizes.time), np.int32),
+        position=np.zeros(drawn, np.int32),
+        target=np.zeros(drawn, np.int32),
+        mask=np.full((*drawn, words), -1, np.int32),
+        behavior=np.zeros(drawn, np.float32),
+        weight=np.zeros(drawn, np.float32),
+        kl_weight=np.zeros(drawn, np.float32),
+        gain=np.zeros(drawn, np.float32),
+        temperature=np.ones(sizes.rows, np.float32),
+        observed_position=np.zeros(seen, np.int32),
+        observed_target=np.zeros(seen, np.int32),
+        observed_weight=np.zeros(seen, np.float32),
+        rollout=np.full((sizes.rows, 2), -1, np.int32),
+    )
 
 
 def _fill(batch: Batch, at: int, line: _Line) -> None:
     row = line.row
+    batch.rollout[at] = row.rollout
     batch.tokens[at, : len(line.tokens)] = line.tokens
     batch.temperature[at] = row.temperature
     for index, sampled in enumerate(row.sampled):
@@ -308,7 +234,12 @@ def _fill(batch: Batch, at: int, line: _Line) -> None:
         batch.mask[at, index] = sampled.mask
         batch.behavior[at, index] = sampled.logprob
     batch.weight[at, : len(row.sampled)] = line.weight
+    batch.kl_weight[at, : len(row.sampled)] = line.weight
     batch.gain[at, : len(row.sampled)] = line.gain
+
+
+def _fill_observed(batch: Batch, at: int, line: _Line) -> None:
+    row = line.row
     for index, position in enumerate(row.observed):
         batch.observed_position[at, index] = line.offset + position - 1
         batch.observed_target[at, index] = row.tokens[position]
@@ -326,91 +257,3 @@ def _common_prefix(units: Sequence[TrainingUnit]) -> int:
             min(shared, len(prompt)),
         )
     return shared
-
-
-def _rows(
-    group: AgenticGroup,
-    shared: list[int],
-    rollout: ScoredRollout,
-    replayer: TurnReplayer,
-) -> Iterator[tuple[list[int], TrainingRow]]:
-    """Yield the rows of a rollout, each with the prompt it stands behind.
-
-    Whose they are and what they earned is for the caller to say.
-
-    Raises:
-        TrainingError: It has no token ids.
-    """
-    trace = rollout.trace
-    if isinstance(trace, UnsetType) or trace.tokens is None:
-        raise TrainingError("a rollout has no token ids")
-    builder = _RowBuilder(shared, trace.tokens)
-    for turn in trace.tokens.turns:
-        prompt = builder.before[: turn.prompt_prefix] + turn.prompt_token_ids
-        masks = replayer.masks(
-            group,
-            trace.guide_sha256,
-            trace.tokens.sampling,
-            (prompt, turn.action_token_ids, turn.logprobs),
-        )
-        if turn.prompt_prefix < len(builder.before):
-            yield from builder.finish()
-            builder.start(prompt)
-        builder.extend(prompt, turn.observation_spans)
-        builder.act(turn.action_token_ids, turn.logprobs, masks)
-    yield from builder.finish()
-
-
-class _RowBuilder:
-    """Grows one row turn by turn."""
-
-    def __init__(self, shared: list[int], trace: TokenTrace) -> None:
-        self.before = list(shared)
-        self._shared = shared
-        self._trace = trace
-        self.start(shared)
-
-    def start(self, prompt: list[int]) -> None:
-        """Begin a row; it stands behind the shared prompt where it extends it."""
-        extends = prompt[: len(self._shared)] == self._shared
-        self._prompt = self._shared if extends else prompt
-        self.before = list(self._prompt)
-        self._offset = len(self._prompt) - 1
-        self._sampled: list[SampledToken] = []
-        self._observed: list[int] = []
-
-    def extend(self, prompt: list[int], spans: Sequence[tuple[int, int]]) -> None:
-        """Append what came back from the environment, and the next opening."""
-        known = len(self.before)
-        self.before = list(prompt)
-        for start, stop in spans:
-            first = max(start, known)
-            self._observed += [i - self._offset for i in range(first, stop)]
-
-    def act(
-        self,
-        action: Sequence[int],
-        logprobs: Sequence[float | None],
-        masks: dict[int, np.ndarray],
-    ) -> None:
-        """Append an action; its sampled ids carry a loss."""
-        base = len(self.before) - self._offset
-        self.before += action
-        for index, (token, logprob) in enumerate(zip(action, logprobs, strict=True)):
-            if logprob is not None:
-                self._sampled.append(
-                    SampledToken(base + index - 1, token, masks[index], logprob)
-                )
-
-    def finish(self) -> Iterator[tuple[list[int], TrainingRow]]:
-        """Yield the row, unless nothing was sampled in it."""
-        if self._sampled or self._observed:
-            row = TrainingRow(
-                rollout=(0, 0),
-                tokens=self.before[self._offset :],
-                sampled=self._sampled,
-                observed=self._observed,
-                advantage=0.0,
-                temperature=self._trace.sampling.temperature,
-            )
-            yield self._prompt[:-1], row

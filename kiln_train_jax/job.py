@@ -19,10 +19,9 @@ import numpy as np
 
 from kiln_core.engine import TrainingJob, TrainingOutcome, TrainingProgress
 from kiln_core.errors import Conflict, TrainingError, UsageError
-from kiln_core.grpo import EmaReference, GrpoConfig
-from kiln_train_jax.adapters import Adapter, write_adapter
-from kiln_train_jax.batch import TrainingUnit, training_units
-from kiln_train_jax.lora import Lora, init
+from kiln_core.grpo import GrpoConfig
+from kiln_train_jax.adapters import write_adapter
+from kiln_train_jax.lora import Lora, init, resized
 from kiln_train_jax.receipt import (
     MANIFEST_FILE,
     RECEIPT_FILE,
@@ -30,7 +29,10 @@ from kiln_train_jax.receipt import (
     write_evidence,
 )
 from kiln_train_jax.replaying import TurnReplayer
+from kiln_train_jax.rewards import choose_groups, reward_warnings
+from kiln_train_jax.smoke import check_adapter
 from kiln_train_jax.trainer import GrpoTrainer, StepMetrics, progress_of, step_groups
+from kiln_train_jax.units import TrainingUnit, training_units
 
 if TYPE_CHECKING:
     from kiln_train_jax.engine import JaxEngine
@@ -64,12 +66,30 @@ def admit_training(engine: JaxEngine, config: GrpoConfig) -> None:
             hint="choose another name, or remove its folder",
         )
     if config.base_adapter is not None:
-        base = engine.library.read(config.base_adapter)
-        if base.config.r != config.lora_rank:
-            raise UsageError(
-                f"adapter {config.base_adapter!r} has rank {base.config.r}, "
-                f"the configuration asks for {config.lora_rank}"
-            )
+        _check_shape(engine, config.base_adapter, config)
+
+
+def _check_shape(engine: JaxEngine, name: str, config: GrpoConfig) -> None:
+    """Check that training can start from an adapter of another rank or alpha.
+
+    Raises:
+        UsageError: It was not allowed, or a part of the adapter would be lost.
+    """
+    base = engine.library.read(name).config
+    if (base.r, base.lora_alpha) == (config.lora_rank, config.lora_alpha):
+        return
+    found = f"adapter {name!r} has rank {base.r} and alpha {base.lora_alpha:g}"
+    asked = f"rank {config.lora_rank} and alpha {config.lora_alpha:g}"
+    if not config.allow_adapter_shape_conversion:
+        raise UsageError(
+            f"{found}, the configuration asks for {asked}",
+            hint="ask for its own, or set allow_adapter_shape_conversion",
+        )
+    if base.r > config.lora_rank:
+        raise UsageError(
+            f"{found}, which does not fit {asked}",
+            hint="a smaller rank would be another policy than the one that acted",
+        )
 
 
 def run_job(
@@ -97,18 +117,20 @@ def run_job(
     started = time.monotonic()
     base = _starting_adapter(engine, config)
     policy = engine.policy_identity(config.base_adapter)
-    units, skipped = _units(replayer, job)
+    units, warnings = _units(replayer, job)
     trainer = GrpoTrainer(engine.folder.model, base, config)
     history = _train(trainer, units, job, report, cancelled)
+    if config.adapter_smoke_test and history:
+        check_adapter(engine, trainer.lora, config.adapter_smoke_prompts)
     record = TrainingRecord(
         job=job,
         policy=policy,
         units=[unit for group in units for unit in group],
-        skipped_groups=skipped,
+        skipped_groups=len(job.groups) - len(units),
         history=history,
-        agreement=history[0].agreement,
+        agreement=history[0].agreement if history else None,
         started_seconds=started,
-        warnings=trainer.warnings,
+        warnings=[*warnings, *trainer.warnings],
         start=base,
         end=trainer.lora,
     )
@@ -117,37 +139,22 @@ def run_job(
 
 def _unsupported(config: GrpoConfig) -> list[tuple[bool, str]]:
     return [
-        (config.is_level != "token", f"is_level {config.is_level}"),
-        (config.behavior_policy != "no_importance_correction", "recorded ratios"),
-        (isinstance(config.kl_reference_policy, EmaReference), "an ema reference"),
-        (config.entropy_aware_kl_quantile is not None, "entropy_aware_kl_quantile"),
         (config.checkpoint_interval is not None, "checkpoint_interval"),
         (config.resume_checkpoint is not None, "resume_checkpoint"),
-        (config.grad_checkpoint_segments is not None, "grad_checkpoint_segments"),
-        (config.reward_filter_var_min is not None, "reward_filter_var_min"),
-        (config.reward_filter_var_max is not None, "reward_filter_var_max"),
-        (config.adapter_smoke_test, "adapter_smoke_test"),
-        (config.loss.no_policy_loss, "loss.no_policy_loss"),
-        (_full_observations(config), "loss.echo.env_mask_mode full_obs"),
-        (_unfiltered_warnings(config), "loss.echo.warning_filter false"),
-        (config.allow_adapter_shape_conversion, "allow_adapter_shape_conversion"),
     ]
 
 
-def _full_observations(config: GrpoConfig) -> bool:
-    echo = config.loss.echo
-    return echo is not None and echo.env_mask_mode != "env_only"
-
-
-def _unfiltered_warnings(config: GrpoConfig) -> bool:
-    echo = config.loss.echo
-    return echo is not None and not echo.warning_filter
-
-
 def _starting_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:
-    if config.base_adapter is not None:
-        adapter: Adapter = engine.library.read(config.base_adapter)
-        return adapter.lora
+    fresh = _fresh_adapter(engine, config)
+    if config.base_adapter is None:
+        return fresh
+    base = engine.library.read(config.base_adapter)
+    if (base.config.r, base.config.lora_alpha) == (config.lora_rank, config.lora_alpha):
+        return base.lora
+    return resized(base.lora, fresh)
+
+
+def _fresh_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:
     seed = config.seed or 0
     # jax.random.key keeps only 32 bits of a seed, so both halves make the key.
     key = jax.random.fold_in(
@@ -161,29 +168,27 @@ def _starting_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:
 
 def _units(
     replayer: TurnReplayer, job: TrainingJob
-) -> tuple[list[list[TrainingUnit]], int]:
-    """Return the units of each group that carries a gradient, and how many do not.
+) -> tuple[list[list[TrainingUnit]], list[str]]:
+    """Return the units of each group that trains, and what their rewards say.
 
     Raises:
         TrainingError: None does.
     """
     config = job.config
-    chosen, skipped = [], 0
     for index, group in enumerate(job.groups):
         _check_transform(group.completions[0].trace, index)
-        rewards = {completion.reward for completion in group.completions}
-        if len(rewards) == 1 and config.dynamic_sampling and config.loss.echo is None:
-            skipped += 1
-            continue
-        units = training_units(group, index, config.advantage_mode, replayer)
-        if units:
-            chosen.append(units)
-    if not chosen:
-        raise TrainingError(
-            "no group carries a gradient: within each, all rewards are equal",
-            hint="collect more candidates, or on harder tasks",
+    rewards = [[c.reward for c in group.completions] for group in job.groups]
+    kept, warnings = choose_groups(rewards, config)
+    made = [
+        training_units(
+            job.groups[index], index, config.advantage_mode, replayer, config.loss.echo
         )
-    return chosen, skipped
+        for index in kept
+    ]
+    units = [group for group in made if group]
+    if kept and not units:
+        raise TrainingError("no group holds a token that carries a loss")
+    return units, [*warnings, *reward_warnings(rewards, config)]
 
 
 def _check_transform(trace: Any, index: int) -> None:
@@ -220,6 +225,9 @@ def _train(
 ) -> list[StepMetrics]:
     steps = step_groups(len(units), trainer.config, job.config.seed or 0)
     history: list[StepMetrics] = []
+    trainer.prepare(
+        [unit for index in chosen for unit in units[index]] for _, chosen in steps
+    )
     for number, (epoch, chosen) in enumerate(steps, 1):
         if cancelled():
             raise TrainingError(f"cancelled after {number - 1} of {len(steps)} steps")
@@ -271,7 +279,7 @@ def _publish(engine: JaxEngine, record: TrainingRecord) -> TrainingOutcome:
         receipt_path=target / RECEIPT_FILE,
         manifest_path=target / MANIFEST_FILE,
         steps=len(record.history),
-        final_loss=record.history[-1].loss,
+        final_loss=record.history[-1].loss if record.history else 0.0,
         warnings=tuple(record.warnings),
     )
 

@@ -98,6 +98,32 @@ def init(
     return Lora(tuple(layers), jnp.float32(alpha / rank))
 
 
+def resized(lora: Lora, fresh: Lora) -> Lora:
+    """Return the same function with the rank and scaling of a fresh adapter.
+
+    The columns added to A are the fresh adapter's and the rows added to B zero: they
+    add nothing yet, and have a gradient, which zeros in both would not. B takes up the
+    change of scaling, exactly where that is a power of two.
+
+    Args:
+        lora: 2-D leaves, of at most the fresh adapter's rank.
+        fresh: Of the same base; targets that `lora` leaves alone are dropped.
+    """
+    factor = lora.scale / fresh.scale
+    layers = tuple(
+        {target: _padded(pair, pairs[target], factor) for target, pair in own.items()}
+        for own, pairs in zip(lora.layers, fresh.layers, strict=True)
+    )
+    return Lora(layers, fresh.scale)
+
+
+def _padded(own: Pair, fresh: Pair, factor: jax.Array) -> Pair:
+    rank = own.down.shape[1]
+    return Pair(
+        fresh.down.at[:, :rank].set(own.down), fresh.up.at[:rank].set(own.up * factor)
+    )
+
+
 def empty_bank(config: ModelConfig, *, slots: int, rank: int) -> Lora:
     """Return a bank of `slots` adapters, all zero: every slot is the base model."""
 

@@ -13,6 +13,7 @@ a table (`weights.py`). Kernels are `[in, out]`, the transpose of the stored fil
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import jax
@@ -158,6 +159,8 @@ class Decoder(nnx.Module):
         positions: jax.Array,
         context: Context,
         lora: Lora | None = None,
+        *,
+        segments: int | None = None,
     ) -> tuple[jax.Array, tuple[KeyValue, ...]]:
         """Run the decoder over a feed of tokens.
 
@@ -166,6 +169,9 @@ class Decoder(nnx.Module):
             positions: int32 `[rows, time]`, absolute.
             context: What the tokens may attend to.
             lora: One adapter, or one per row; None is the base model.
+            segments: A gradient keeps the activations between so many runs of layers
+                and computes those within again (Chen et al. 2016, "Training Deep Nets
+                with Sublinear Memory Cost", 1604.06174); None keeps all.
 
         Returns:
             Hidden states before the final norm, `[rows, time, hidden]`, and the keys
@@ -173,12 +179,24 @@ class Decoder(nnx.Module):
         """
         hidden = self.embed_tokens[...][tokens]
         rotation = Rotation(positions, self.config)
-        memories = []
-        for layer, block in enumerate(self.layers):
-            hidden, memory = block(
-                hidden, layer, rotation, context, LayerLora(lora, layer)
-            )
-            memories.append(memory)
+
+        def run(
+            hidden: jax.Array, layers: range
+        ) -> tuple[jax.Array, tuple[KeyValue, ...]]:
+            made = []
+            for layer in layers:
+                hidden, memory = self.layers[layer](
+                    hidden, layer, rotation, context, LayerLora(lora, layer)
+                )
+                made.append(memory)
+            return hidden, tuple(made)
+
+        if segments is None:
+            return run(hidden, range(len(self.layers)))
+        memories: list[KeyValue] = []
+        for layers in _split(len(self.layers), segments):
+            hidden, made = jax.checkpoint(run, static_argnums=1)(hidden, layers)
+            memories += made
         return hidden, tuple(memories)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -189,6 +207,13 @@ class Decoder(nnx.Module):
         else:
             kernel = self.lm_head.kernel[...]
         return (normed @ kernel).astype(jnp.float32)
+
+
+def _split(layers: int, segments: int) -> list[range]:
+    """Return runs of layers as equal as can be, at most one a layer."""
+    segments = min(segments, layers)
+    cuts = [layers * part // segments for part in range(segments + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(cuts)]
 
 
 class Rotation:

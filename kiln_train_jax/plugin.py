@@ -51,7 +51,10 @@ class JaxPlugin(JaxEngine):
             TrainingError: It failed or was cancelled; nothing servable is left.
         """
         replayer = TurnReplayer(
-            self.rules_of_turn, self.opens_reasoning, self.folder.config.vocab_size
+            self.rules_of_turn,
+            self.opens_reasoning,
+            self.folder.config.vocab_size,
+            self.folder.tokenizer.encode_text,
         )
         try:
             return jobs.run_job(self, replayer, job, report, cancelled)

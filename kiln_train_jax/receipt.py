@@ -26,13 +26,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kiln_core.engine import TrainingJob
+    from kiln_core.grpo import GrpoConfig
     from kiln_core.provenance import BehaviorPolicyIdentity
-    from kiln_train_jax.batch import TrainingUnit
     from kiln_train_jax.lora import Lora, Pair
     from kiln_train_jax.trainer import StepMetrics
+    from kiln_train_jax.units import TrainingUnit
 
 RECEIPT_FILE: Final = "train_receipt.json"
 MANIFEST_FILE: Final = "adapter_manifest.json"
+MEASURED: Final = ("loss", "kl", "entropy", "clip_fraction", "agreement")
+"""What the receipt tells of every step."""
 AUDIT_SCHEMA: Final = "kiln.grpo-policy-audit.v1"
 
 
@@ -45,8 +48,8 @@ class TrainingRecord(NamedTuple):
     units: list[TrainingUnit]
     skipped_groups: int
     history: list[StepMetrics]
-    agreement: float
-    """Of the first step: largest |ratio - 1|."""
+    agreement: float | None
+    """Of the first step: largest |ratio - 1|; None when no step was taken."""
     started_seconds: float
     warnings: list[str]
     start: Lora
@@ -74,7 +77,7 @@ def receipt(record: TrainingRecord) -> dict[str, Any]:
         "grpo": {
             "policy_audit": {
                 "schema": AUDIT_SCHEMA,
-                "importance_sampling": "ratio forced to 1",
+                "importance_sampling": _importance_sampling(config),
                 "kl_reference": msgspec.to_builtins(config.kl_reference_policy),
                 "recorded_provenance": "token trace",
                 "first_step_agreement": record.agreement,
@@ -93,6 +96,12 @@ def receipt(record: TrainingRecord) -> dict[str, Any]:
     }
 
 
+def _importance_sampling(config: GrpoConfig) -> str:
+    if config.behavior_policy == "recorded":
+        return f"recorded {config.is_level} ratio"
+    return "ratio forced to 1"
+
+
 def _training_data(job: TrainingJob) -> dict[str, Any]:
     """Return which corpus was trained on."""
     lineage = None if job.lineage is None else msgspec.to_builtins(job.lineage)
@@ -107,10 +116,11 @@ def _training_data(job: TrainingJob) -> dict[str, Any]:
 def _echo(record: TrainingRecord) -> dict[str, Any]:
     """Return how well environment text was predicted, first and last, in nats."""
     enabled = record.job.config.loss.echo is not None
+    measured = enabled and bool(record.history)
     return {
         "enabled": enabled,
-        "initial_env_ce": record.history[0].echo if enabled else None,
-        "final_env_ce": record.history[-1].echo if enabled else None,
+        "initial_env_ce": record.history[0].echo if measured else None,
+        "final_env_ce": record.history[-1].echo if measured else None,
     }
 
 
@@ -137,7 +147,7 @@ def _runtime(record: TrainingRecord) -> dict[str, Any]:
     return {
         "seconds": round(time.monotonic() - record.started_seconds, 3),
         "steps": len(record.history),
-        "loss": [metrics.loss for metrics in record.history],
+        **{name: [getattr(m, name) for m in record.history] for name in MEASURED},
         "backend": backend_name(),
         "device": jax.devices()[0].device_kind,
         "machine": platform.machine(),

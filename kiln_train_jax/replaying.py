@@ -39,6 +39,7 @@ class TurnReplayer:
         rules_for: Returns the rules a turn was sampled under.
         opens_reasoning: Says whether a prompt leaves reasoning open.
         vocabulary: Number of token ids.
+        encode: Returns the ids of plain text, as the template writes it.
     """
 
     def __init__(
@@ -46,10 +47,32 @@ class TurnReplayer:
         rules_for: RulesOfTurn,
         opens_reasoning: Callable[[Sequence[int]], bool],
         vocabulary: int,
+        encode: Callable[[str], Sequence[int]],
     ) -> None:
         self._rules_for = rules_for
         self._opens_reasoning = opens_reasoning
         self._words = mask_words(vocabulary)
+        self._encode = encode
+
+    def find(self, text: str, prompt: Sequence[int], start: int) -> tuple[int, int]:
+        """Return where a message's text stands last in a prompt, after `start`.
+
+        The template encodes what a message says apart from its own markup, its outer
+        white space left out.
+
+        Args:
+            text: What the message says.
+            prompt: Token ids.
+            start: Where to begin.
+
+        Raises:
+            TrainingError: It is not there.
+        """
+        ids = list(self._encode(text.strip()))
+        for at in range(len(prompt) - len(ids), start - 1, -1):
+            if list(prompt[at : at + len(ids)]) == ids:
+                return at, at + len(ids)
+        raise TrainingError("a harness message does not stand in the next prompt")
 
     def masks(
         self,

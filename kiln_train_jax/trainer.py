@@ -1,21 +1,19 @@
 """GRPO on recorded token ids: corpus and configuration in, adapter out.
 
-The step reads top to bottom: what the prompts of a step share is run once, its keys and
-values serve all rows; hidden states are gathered at the positions that predict
-a sampled id, so that no `[rows, time, vocab]` array exists; log-probabilities are of
-the very distribution each id was drawn from; the loss is summed with weights fixed in
-the batch. What GRPO has and this leaves out: the clipped ratio, since the corpus comes
-from the policy that is trained and its ratio is 1 (`losses.py`).
+The loss is in `objective.py`, its parts in `losses.py`; here are its compiled gradient,
+the optimizer step, and the checks between them. The first step must reproduce the
+recorded probabilities where the ratio is forced to 1: then the corpus comes from the
+very policy that is trained. With recorded ratios it may come from an earlier one.
 
 Same corpus, configuration and machine give the same bytes: the order of groups, of
-accumulation and of random keys is fixed.
+accumulation and of random keys is fixed, and so are the padded shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +23,16 @@ from flax import nnx
 
 from kiln_core.engine import TrainingProgress
 from kiln_core.errors import TrainingError
-from kiln_core.grpo import AdamW, GrpoConfig, Muon, NoReference, Sgd
-from kiln_train_jax.attention import MASKED, FullContext
-from kiln_train_jax.batch import Batch, TrainingUnit, step_batches
-from kiln_train_jax.lora import Lora, Pair
-from kiln_train_jax.losses import k1_loss, k3_loss, policy_loss
+from kiln_core.grpo import AdamW, GrpoConfig, Muon, Sgd
+from kiln_train_jax.anomaly import bad_leaf, bad_token
+from kiln_train_jax.batch import Batch, Layout
+from kiln_train_jax.lora import Lora
 from kiln_train_jax.model import Decoder
+from kiln_train_jax.objective import Objective, Scores, Terms, scores
 from kiln_train_jax.optimizer import make_optimizer
-from kiln_train_jax.sampler import allowed
+from kiln_train_jax.reference import Layers, Reference, held_tokens
+from kiln_train_jax.shapes import ShapePlan
+from kiln_train_jax.units import TrainingUnit
 
 __all__ = ["GrpoTrainer", "StepMetrics", "step_groups"]
 
@@ -41,17 +41,18 @@ AGREEMENT_WARNING: Final = 1e-5
 AGREEMENT_FAILURE: Final = 1e-3
 """A first-step ratio further from 1 than this means another distribution."""
 
-Layers: TypeAlias = tuple[dict[str, Pair], ...]
-Estimator: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
-
 
 class StepMetrics(NamedTuple):
-    """What one optimizer step measured."""
+    """What one optimizer step measured; the weights of its ids sum to 1."""
 
     loss: float
     kl: float
+    """Mean log ratio to the reference, in nats; 0 without a KL term."""
     echo: float
     """Mean cross entropy of environment ids, in nats; 0 without ECHO."""
+    entropy: float
+    """Mean entropy of the distributions that ids were drawn from, in nats."""
+    clip_fraction: float
     agreement: float
     """Largest |ratio - 1| between recorded and recomputed probabilities."""
 
@@ -69,27 +70,38 @@ class GrpoTrainer:
         self.config = config
         self.scale = lora.scale
         self.layers: Layers = lora.layers
-        self.vocabulary = model.config.vocab_size
         self.warnings: list[str] = []
+        self.layout = Layout(
+            model.config.vocab_size,
+            per_sample=config.loss_aggregation == "per_sample",
+            echo=config.loss.echo is not None,
+            signed=config.behavior_policy == "recorded",
+        )
+        self._shapes = ShapePlan()
+        self._steps = 0
         self._first = True
+        self._reference = Reference(config, lora.layers)
         optimizer, self._apply = _compiled_update(
             config.optimizer, config.effective_learning_rate
         )
         self._state = optimizer.init(self.layers)
         graph, parameters = nnx.split(model)
         self._parameters = parameters
-        echo = config.loss.echo
-        self._gradient = _compiled(
-            graph,
-            config.kl_coeff,
-            _estimator(config),
-            0.0 if echo is None else echo.lambda_,
-        )
+        self._gradient = _compiled(graph, Terms.of(config))
+        self._scores = _compiled_scores(graph, Terms.of(config))
 
     @property
     def lora(self) -> Lora:
         """The adapter as it stands."""
         return Lora(self.layers, self.scale)
+
+    def prepare(self, steps: Iterable[Sequence[TrainingUnit]]) -> None:
+        """Fix the padded shapes of a job, so that it compiles few programs.
+
+        Args:
+            steps: The units of every step to come.
+        """
+        self._shapes = self.layout.plan(steps)
 
     def step(self, units: Sequence[TrainingUnit]) -> StepMetrics:
         """Take one optimizer step over the units of its groups.
@@ -98,32 +110,84 @@ class GrpoTrainer:
             TrainingError: The first step does not reproduce the recorded
                 probabilities, or a number is not finite.
         """
-        batches = step_batches(
-            units,
-            self.vocabulary,
-            per_sample=self.config.loss_aggregation == "per_sample",
-            echo=self.config.loss.echo is not None,
-        )
+        batches = self._look_ahead(self.layout.batches(units, self._shapes))
         parts, gradients = [], []
         for batch in batches:
             (loss, aux), gradient = self._gradient(
-                self.layers, self.scale, self._parameters, batch
+                self.layers,
+                self.scale,
+                self._parameters,
+                self._reference.layers,
+                batch,
             )
-            parts.append(StepMetrics(float(loss), *(float(value) for value in aux)))
+            measured = {name: float(value) for name, value in aux._asdict().items()}
+            parts.append(StepMetrics(loss=float(loss), **measured))
             gradients.append(gradient)
         metrics = _joined(parts)
         self._check(metrics)
         gradient = jax.tree.map(lambda *leaves: sum(leaves), *gradients)
-        self.layers, self._state = self._apply(self.layers, self._state, gradient)
+        self._update(gradient)
         return metrics
+
+    def _look_ahead(self, batches: list[Batch]) -> list[Batch]:
+        """Score a step before its gradient, where the configuration needs that.
+
+        Raises:
+            TrainingError: A log-probability is not finite, and `detect_anomaly` is on.
+        """
+        quantile = self.config.entropy_aware_kl_quantile
+        if quantile is None and not self.config.detect_anomaly:
+            return batches
+        found: list[Scores] = [
+            self._scores(self.layers, self.scale, self._parameters, batch)
+            for batch in batches
+        ]
+        if self.config.detect_anomaly:
+            for batch, seen in zip(batches, found, strict=True):
+                self._refuse(bad_token(batch, seen))
+        if quantile is None:
+            return batches
+        entropies = [np.asarray(seen.entropy) for seen in found]
+        return held_tokens(batches, entropies, quantile)
+
+    def _update(self, gradient: Layers) -> None:
+        """Move the adapter, unless a number is not finite.
+
+        Raises:
+            TrainingError: One is not.
+        """
+        layers, state, finite = self._apply(self.layers, self._state, gradient)
+        if not finite:
+            if self.config.detect_anomaly:
+                for what, leaves in (("gradient", gradient), ("update", layers)):
+                    place = bad_leaf(leaves)
+                    self._refuse(place and f"the {what} of {place} is not finite")
+            diverged = _not_finite("the gradient")
+            raise diverged
+        self.layers, self._state = layers, state
+        self._steps += 1
+        self._reference.advance(self._steps, layers)
+
+    def _refuse(self, anomaly: str | None) -> None:
+        """Fail for an anomaly.
+
+        Raises:
+            TrainingError: There is one.
+        """
+        if anomaly is not None:
+            raise TrainingError(
+                f"step {self._steps + 1}: {anomaly}", hint="lower learning_rate"
+            )
 
     def _check(self, metrics: StepMetrics) -> None:
         if not np.isfinite(metrics.loss):
-            raise TrainingError("the loss is not finite")
+            diverged = _not_finite("the loss")
+            raise diverged
         if not self._first:
             return
         self._first = False
-        if metrics.agreement > AGREEMENT_FAILURE:
+        on_policy = self.config.behavior_policy != "recorded"
+        if metrics.agreement > AGREEMENT_FAILURE and on_policy:
             raise TrainingError(
                 "the recorded log-probabilities are not those of this policy: a ratio "
                 f"differs from 1 by {metrics.agreement:.3g}",
@@ -136,21 +200,29 @@ class GrpoTrainer:
             )
 
 
-def _estimator(config: GrpoConfig) -> Estimator | None:
-    """Return how the divergence from the base is estimated; None when it is off."""
-    if config.kl_coeff == 0 or isinstance(config.kl_reference_policy, NoReference):
-        return None
-    return {"k1": k1_loss, "k3": k3_loss, "none": None}[config.kl_estimator]
+def _not_finite(what: str) -> TrainingError:
+    return TrainingError(
+        f"{what} is not finite",
+        hint="lower learning_rate; detect_anomaly names the first bad number",
+    )
 
 
 @lru_cache(maxsize=8)
-def _compiled(
-    graph: Any, kl_coeff: float, estimator: Estimator | None, echo: float
-) -> Callable[..., Any]:
+def _compiled(graph: Any, terms: Terms) -> Callable[..., Any]:
     """Return the compiled loss and gradient; jobs on one model share it."""
-    objective = _Objective(graph, kl_coeff, estimator, echo)
+    objective = Objective(graph, terms)
     compiled: Callable[..., Any] = jax.jit(jax.value_and_grad(objective, has_aux=True))
     return compiled
+
+
+@lru_cache(maxsize=8)
+def _compiled_scores(graph: Any, terms: Terms) -> Callable[..., Any]:
+    """Return the compiled forward pass; jobs on one model share it."""
+
+    def score(layers: Layers, scale: Any, parameters: Any, batch: Batch) -> Scores:
+        return scores(nnx.merge(graph, parameters), Lora(layers, scale), batch, terms)
+
+    return jax.jit(score)
 
 
 @lru_cache(maxsize=8)
@@ -162,105 +234,18 @@ def _compiled_update(
 
     def update(layers: Layers, state: Any, gradient: Layers) -> Any:
         updates, state = optimizer.update(gradient, state, layers)
-        return jax.tree.map(jnp.add, layers, updates), state
+        moved = jax.tree.map(jnp.add, layers, updates)
+        finite = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(moved)]
+        finite += [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient)]
+        return moved, state, jnp.all(jnp.stack(finite))
 
     return optimizer, jax.jit(update)
 
 
-class _Objective:
-    """The loss of a batch as a function of the adapter."""
-
-    def __init__(
-        self, graph: Any, kl_coeff: float, estimator: Estimator | None, echo: float
-    ) -> None:
-        self.graph = graph
-        self.kl_coeff = kl_coeff
-        self.estimator = estimator
-        self.echo = echo
-
-    def __call__(
-        self, layers: Layers, scale: jax.Array, parameters: Any, batch: Batch
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-        """Return the loss, and divergence, environment loss and agreement.
-
-        Args:
-            layers: Of the adapter.
-            scale: alpha / rank.
-            parameters: Of the base.
-            batch: One of the step's.
-        """
-        model: Decoder = nnx.merge(self.graph, parameters)
-        real = batch.weight > 0
-        logprobs, observed = _scores(model, Lora(layers, scale), batch)
-        logprobs = jnp.where(real, logprobs, 0.0)
-        loss = jnp.sum(policy_loss(logprobs, jnp.asarray(batch.gain)))
-        kl = jnp.float32(0.0)
-        if self.estimator is not None:
-            base, _ = _scores(model, None, batch)
-            reference = jax.lax.stop_gradient(jnp.where(real, base, 0.0))
-            divergence = self.estimator(logprobs, reference)
-            loss += self.kl_coeff * jnp.sum(batch.weight * divergence)
-            kl = jnp.sum(batch.weight * (logprobs - reference))
-        echo = -jnp.sum(batch.observed_weight * observed)
-        ratio = jnp.exp(logprobs - jnp.where(real, batch.behavior, 0.0))
-        agreement = jnp.max(jnp.abs(ratio - 1.0))
-        return loss + self.echo * echo, (kl, echo, agreement)
-
-
 def _joined(parts: Sequence[StepMetrics]) -> StepMetrics:
     """Return the metrics of a step from those of its batches, whose weights add up."""
-    return StepMetrics(
-        loss=sum(part.loss for part in parts),
-        kl=sum(part.kl for part in parts),
-        echo=sum(part.echo for part in parts),
-        agreement=max(part.agreement for part in parts),
-    )
-
-
-def _scores(
-    model: Decoder, lora: Lora | None, batch: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Return log-probabilities of sampled and of environment ids.
-
-    Args:
-        model: The base.
-        lora: The adapter; None is the base alone.
-        batch: A `Batch`, traced.
-
-    Returns:
-        float32 `[rows, sampled]` and `[rows, observed]`.
-    """
-    length = batch.prefix_length
-    places = jnp.arange(batch.prefix.shape[-1], dtype=jnp.int32)
-    _, memory = model(batch.prefix[None], places[None], FullContext(), lora)
-    rows, time = batch.tokens.shape
-    positions = jnp.arange(time, dtype=jnp.int32) + length
-    hidden, _ = model(
-        batch.tokens,
-        jnp.broadcast_to(positions, (rows, time)),
-        FullContext(memory, length[None]),
-        lora,
-    )
-    logits = _gathered(model, hidden, batch.position)
-    logits = logits / batch.temperature[:, None, None]
-    open_set = allowed(batch.mask.reshape(-1, batch.mask.shape[-1]), logits.shape[-1])
-    logits = jnp.where(open_set.reshape(logits.shape), logits, MASKED)
-    sampled = _chosen(logits, batch.target)
-    observed = _chosen(
-        _gathered(model, hidden, batch.observed_position), batch.observed_target
-    )
-    return sampled, observed
-
-
-def _gathered(model: Decoder, hidden: jax.Array, at: jax.Array) -> jax.Array:
-    """Return logits at positions `[rows, n]` of hidden states `[rows, time, h]`."""
-    return model.logits(jnp.take_along_axis(hidden, at[..., None], axis=1))
-
-
-def _chosen(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Return the float32 log-probability of each token under its logits."""
-    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    return jnp.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+    total = StepMetrics(*map(sum, zip(*parts, strict=True)))
+    return total._replace(agreement=max(part.agreement for part in parts))
 
 
 def step_groups(
@@ -297,7 +282,7 @@ def progress_of(
     mean_reward: float,
     agreement: float,
 ) -> TrainingProgress:
-    """Return the report of a step; nothing is clipped at a ratio of 1."""
+    """Return the report of a step."""
     return TrainingProgress(
         step=step,
         steps=steps,
@@ -305,6 +290,7 @@ def progress_of(
         loss=metrics.loss,
         mean_reward=mean_reward,
         kl=metrics.kl,
-        clip_fraction=0.0,
+        entropy=metrics.entropy,
+        clip_fraction=metrics.clip_fraction,
         logprob_agreement=agreement,
     )

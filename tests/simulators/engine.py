@@ -426,6 +426,7 @@ class SimulatedEngine:
                     loss=loss,
                     mean_reward=_mean_reward(job),
                     kl=0.0,
+                    entropy=1.0,
                     clip_fraction=0.0,
                     logprob_agreement=1e-7,
                 )

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 
+import jax
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kiln_core.canonical import compact
 from kiln_core.errors import Conflict, TrainingError, UsageError
-from kiln_core.grpo import EmaReference, GrpoConfig
+from kiln_core.grpo import GrpoConfig
 from kiln_train_jax.adapters import read_adapter
+from kiln_train_jax.lora import init
+from kiln_train_jax.smoke import check_adapter
 from tests.train.corpus import RIGHT, job_of, request, sampled_group
 
 FAST = {"learning_rate": 5e-3, "kl_coeff": 0.0, "groups_per_step": 4, "epochs": 3}
@@ -73,6 +79,8 @@ def test_every_step_is_reported(outcome):
     assert [report.step for report in reports] == list(range(1, made.steps + 1))
     assert reports[-1].epoch == 3
     assert all(report.logprob_agreement <= 1e-5 for report in reports)
+    assert all(0 < report.entropy < np.log(4) for report in reports)
+    assert {report.clip_fraction for report in reports} == {0.0}
 
 
 def test_receipt_and_manifest_bind_the_files(outcome):
@@ -118,6 +126,106 @@ def test_training_goes_on_from_an_adapter(engine, groups, outcome):
     assert manifest["parent_adapter"]["name"] == "learner"
     assert reports[0].logprob_agreement <= 1e-5
     read_adapter(made.adapter_path, engine.folder.config)
+    shape = {
+        "lora_rank": 24,
+        "lora_alpha": 24.0,
+        "allow_adapter_shape_conversion": True,
+    }
+    converted, reports = run(
+        engine,
+        job_of(
+            more,
+            "learner-3",
+            **{**FAST, "epochs": 1, **shape},
+            base_adapter="learner",
+            adapter_smoke_test=True,
+        ),
+    )
+    assert reports[0].logprob_agreement <= 1e-5
+    adapter = read_adapter(converted.adapter_path, engine.folder.config)
+    assert (adapter.config.r, adapter.config.lora_alpha) == (24, 24.0)
+    assert float(adapter.lora.scale) == 1.0
+    added = adapter.lora.layers[0]["q_proj"].up[16:]
+    assert np.abs(added).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"lora_rank": 24}, "rank 16 and alpha 32, the configuration asks for rank 24"),
+        ({"lora_alpha": 16.0}, "asks for rank 16 and alpha 16"),
+        (
+            {
+                "lora_rank": 8,
+                "lora_alpha": 16.0,
+                "allow_adapter_shape_conversion": True,
+            },
+            "does not fit rank 8",
+        ),
+    ],
+)
+def test_another_shape_than_the_base_adapter_is_refused(
+    engine, outcome, shape, message
+):
+    """An alpha that is not the adapter's would be another policy once it is written."""
+    with pytest.raises(UsageError, match=message):
+        engine.admit_training(GrpoConfig(base_adapter="learner", **shape))
+
+
+def test_too_little_reward_variance_may_skip_training(engine, groups):
+    config = {**FAST, "reward_filter_var_min": 9.0, "reward_filter_on_empty": "skip"}
+    made, reports = run(engine, job_of(groups, "skipped", **config))
+    assert (made.steps, made.final_loss, reports) == (0, 0.0, [])
+    assert "nothing is trained" in made.warnings[0]
+    receipt = json.loads(made.receipt_path.read_bytes())
+    assert receipt["grpo"]["skipped_groups"] == len(groups)
+    assert set(receipt["lora_delta_norms"].values()) == {0.0}
+
+
+def test_smoke_test_refuses_an_adapter_that_does_nothing_or_is_broken(engine):
+    fresh = init(engine.folder.config, rank=2, alpha=2.0, key=jax.random.key(0))
+    with pytest.raises(TrainingError, match="answers exactly as the base does"):
+        check_adapter(engine, fresh, ["Say a word.", "And another."])
+    broken = fresh._replace(scale=np.float32(np.nan))
+    with pytest.raises(TrainingError, match=r"after 'Hello\.' is not finite"):
+        check_adapter(engine, broken, [])
+
+
+TRAIN = """
+import sys
+from pathlib import Path
+from kiln_core.canonical import convert_record, read_json
+from kiln_core.engine import EngineSettings
+from kiln_core.records import AgenticGroup
+from kiln_train_jax.plugin import JaxPlugin
+from tests.train.corpus import job_of
+
+corpus, folder = map(Path, sys.argv[1:])
+groups = [
+    convert_record(read_json(line, "group"), AgenticGroup, "group")
+    for line in corpus.read_bytes().splitlines()
+]
+engine = JaxPlugin(EngineSettings(model="builtin:random", adapter_dir=folder))
+job = job_of(groups, "fresh", kl_coeff=0.0, groups_per_step=2, epochs=2)
+print(engine.train(job, lambda _: None, lambda: False).adapter_sha256)
+"""
+
+
+@pytest.mark.slow
+def test_two_fresh_processes_write_the_same_adapter(groups, tmp_path):
+    corpus = tmp_path / "groups.jsonl"
+    corpus.write_bytes(b"".join(compact(group) + b"\n" for group in groups[:4]))
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", TRAIN, str(corpus), str(tmp_path / str(number))],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for number in range(2)
+    }
+    assert len(digests) == 1
+    assert digests.pop().startswith("sha256:")
 
 
 def test_cancelled_job_leaves_nothing(engine, groups, tmp_path):
@@ -197,10 +305,8 @@ def test_an_action_its_grammar_forbids_is_refused(engine, groups):
 @pytest.mark.parametrize(
     "config",
     [
-        GrpoConfig(is_level="sequence"),
-        GrpoConfig(behavior_policy="recorded"),
-        GrpoConfig(kl_reference_policy=EmaReference()),
         GrpoConfig(checkpoint_interval=1),
+        GrpoConfig(resume_checkpoint="step-1"),
         GrpoConfig(lora_rank=200, lora_alpha=200.0),
     ],
 )

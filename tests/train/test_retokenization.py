@@ -15,7 +15,7 @@ from kiln_core.provenance import ActionToken
 from kiln_core.records import ChatMessage
 from kiln_core.scripted import ScriptedPolicy
 from kiln_core.trace import TurnSample
-from kiln_train_jax.batch import training_units
+from kiln_train_jax.units import training_units
 from tests.drive.collection import QUICK, adds, collection, verified
 from tests.simulators.environment import Simulator
 from tests.simulators.pure import END, ROLE, toy_sample

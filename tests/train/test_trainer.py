@@ -6,11 +6,11 @@ import pytest
 
 from kiln_core.errors import TrainingError
 from kiln_core.grpo import GrpoConfig, NoReference, Sgd
-from kiln_train_jax.batch import step_batches, training_units
 from kiln_train_jax.lora import Pair, init
 from kiln_train_jax.replaying import TurnReplayer
 from kiln_train_jax.sampler import allowed
 from kiln_train_jax.trainer import GrpoTrainer, step_groups
+from kiln_train_jax.units import training_units
 from tests.train.corpus import sampled_group
 
 CONFIG = GrpoConfig(kl_coeff=0.0, optimizer=Sgd(), learning_rate=0.1)
@@ -24,7 +24,10 @@ def groups(engine):
 @pytest.fixture(scope="module")
 def units(engine, groups):
     replayer = TurnReplayer(
-        engine.rules_of_turn, engine.opens_reasoning, engine.folder.config.vocab_size
+        engine.rules_of_turn,
+        engine.opens_reasoning,
+        engine.folder.config.vocab_size,
+        engine.folder.tokenizer.encode_text,
     )
     return [
         unit
@@ -164,13 +167,11 @@ def test_groups_apart_or_together_give_one_gradient(engine, units):
     whole = sum(unit.sampled_tokens for unit in units)
     gradients = []
     for unit in units:
-        (batch,) = step_batches(
-            [unit], trainer.vocabulary, per_sample=False, echo=False
-        )
+        (batch,) = trainer.layout.batches([unit])
         share = unit.sampled_tokens / whole
         scaled = batch._replace(weight=batch.weight * share, gain=batch.gain * share)
         _, gradient = trainer._gradient(
-            trainer.layers, trainer.scale, trainer._parameters, scaled
+            trainer.layers, trainer.scale, trainer._parameters, None, scaled
         )
         gradients.append(gradient)
     expected = jax.tree.map(lambda *parts: -0.1 * sum(parts), *gradients)
