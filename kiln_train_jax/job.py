@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["admit_training", "run_job"]
 
 MAX_SEED_BITS: Final = 32
+PLANNED_STEPS: Final = 256
+"""Steps whose shapes are looked at ahead; later ones fit in, or have their own."""
 
 
 def admit_training(engine: JaxEngine, config: GrpoConfig) -> None:
@@ -225,8 +227,10 @@ def _train(
 ) -> list[StepMetrics]:
     steps = step_groups(len(units), trainer.config, job.config.seed or 0)
     history: list[StepMetrics] = []
+    distinct = {frozenset(chosen): chosen for _, chosen in steps}
     trainer.prepare(
-        [unit for index in chosen for unit in units[index]] for _, chosen in steps
+        [unit for index in chosen for unit in units[index]]
+        for chosen in list(distinct.values())[:PLANNED_STEPS]
     )
     for number, (epoch, chosen) in enumerate(steps, 1):
         if cancelled():
