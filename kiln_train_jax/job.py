@@ -21,6 +21,7 @@ from kiln_core.engine import TrainingJob, TrainingOutcome, TrainingProgress
 from kiln_core.errors import Conflict, TrainingError, UsageError
 from kiln_core.grpo import GrpoConfig
 from kiln_train_jax.adapters import write_adapter
+from kiln_train_jax.checkpoint import Checkpoints, binding_of
 from kiln_train_jax.lora import Lora, init, resized
 from kiln_train_jax.receipt import (
     MANIFEST_FILE,
@@ -51,9 +52,6 @@ def admit_training(engine: JaxEngine, config: GrpoConfig) -> None:
         UsageError: This trainer does not do what it asks for.
         Conflict: The output adapter exists already.
     """
-    for asked, what in _unsupported(config):
-        if asked:
-            raise UsageError(f"this version cannot train with {what}")
     if config.lora_rank > engine.bank.rank:
         raise UsageError(
             f"lora_rank {config.lora_rank} is over {engine.bank.rank}, the largest "
@@ -69,6 +67,12 @@ def admit_training(engine: JaxEngine, config: GrpoConfig) -> None:
         )
     if config.base_adapter is not None:
         _check_shape(engine, config.base_adapter, config)
+    resumed = config.resume_checkpoint
+    if resumed is not None and not engine.library.path(resumed).is_dir():
+        raise UsageError(
+            f"there is no checkpoint {resumed!r}",
+            hint=f"checkpoints are folders under {engine.library.directory}",
+        )
 
 
 def _check_shape(engine: JaxEngine, name: str, config: GrpoConfig) -> None:
@@ -121,7 +125,8 @@ def run_job(
     policy = engine.policy_identity(config.base_adapter)
     units, warnings = _units(replayer, job)
     trainer = GrpoTrainer(engine.folder.model, base, config)
-    history = _train(trainer, units, job, report, cancelled)
+    checkpoints = Checkpoints(engine.library.directory, binding_of(job, policy))
+    history = _train(trainer, units, job, checkpoints, report, cancelled)
     if config.adapter_smoke_test and history:
         check_adapter(engine, trainer.lora, config.adapter_smoke_prompts)
     record = TrainingRecord(
@@ -137,13 +142,6 @@ def run_job(
         end=trainer.lora,
     )
     return _publish(engine, record)
-
-
-def _unsupported(config: GrpoConfig) -> list[tuple[bool, str]]:
-    return [
-        (config.checkpoint_interval is not None, "checkpoint_interval"),
-        (config.resume_checkpoint is not None, "resume_checkpoint"),
-    ]
 
 
 def _starting_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:
@@ -222,37 +220,45 @@ def _train(
     trainer: GrpoTrainer,
     units: Sequence[list[TrainingUnit]],
     job: TrainingJob,
+    checkpoints: Checkpoints,
     report: Callable[[TrainingProgress], None],
     cancelled: Callable[[], bool],
 ) -> list[StepMetrics]:
-    steps = step_groups(len(units), trainer.config, job.config.seed or 0)
+    """Take the steps of a job, from where a checkpoint left off.
+
+    Raises:
+        TrainingError: A step failed, or the job was cancelled.
+    """
+    config = trainer.config
+    steps = step_groups(len(units), config, config.seed or 0)
     history: list[StepMetrics] = []
+    if config.resume_checkpoint is not None:
+        history = checkpoints.resume(trainer, config.resume_checkpoint)
     distinct = {frozenset(chosen): chosen for _, chosen in steps}
     trainer.prepare(
         [unit for index in chosen for unit in units[index]]
         for chosen in list(distinct.values())[:PLANNED_STEPS]
     )
-    for number, (epoch, chosen) in enumerate(steps, 1):
+    every = config.checkpoint_interval
+    for number, (epoch, chosen) in enumerate(steps[len(history) :], len(history) + 1):
         if cancelled():
+            if every is not None and history:
+                checkpoints.keep(trainer, history)
             raise TrainingError(f"cancelled after {number - 1} of {len(steps)} steps")
         batch = [unit for index in chosen for unit in units[index]]
         history.append(trainer.step(batch))
-        rewards = [
-            completion.reward
-            for group in sorted({unit.group for unit in batch})
-            for completion in job.groups[group].completions
-        ]
-        report(
-            progress_of(
-                history[-1],
-                number,
-                len(steps),
-                epoch,
-                float(np.mean(rewards)),
-                history[0].agreement,
-            )
-        )
+        if every is not None and number % every == 0 and number < len(steps):
+            checkpoints.keep(trainer, history)
+        reward = _mean_reward(batch, job)
+        agreement = history[0].agreement
+        report(progress_of(history[-1], number, len(steps), epoch, reward, agreement))
     return history
+
+
+def _mean_reward(units: Sequence[TrainingUnit], job: TrainingJob) -> float:
+    """Return the mean reward of the groups of a step."""
+    groups = sorted({unit.group for unit in units})
+    return float(np.mean([c.reward for g in groups for c in job.groups[g].completions]))
 
 
 def _publish(engine: JaxEngine, record: TrainingRecord) -> TrainingOutcome:

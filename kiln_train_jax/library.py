@@ -1,8 +1,9 @@
 """The adapter folders under one directory.
 
 A folder is an adapter by its name, which must be one safe path segment; whatever
-starts with a dot is not looked at. Reading a folder for a listing costs a hash of its
-tensors, so digests are remembered by the size and time of its two files.
+starts with a dot is not looked at, nor are checkpoints of runs. Reading a folder for a
+listing costs a hash of its tensors, so digests are remembered by the size and time of
+its two files.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kiln_core.canonical import Sha256
     from kiln_train_jax.config import ModelConfig
 
+CHECKPOINT_SUFFIX: Final = ".kiln-checkpoint"
+"""Ends the name of a folder that holds a run's state and no adapter."""
 FILES: Final = (CONFIG_FILE, WEIGHTS_FILE)
 
 
@@ -92,7 +95,9 @@ class AdapterLibrary:
         folders = sorted(
             path
             for path in self.directory.iterdir()
-            if path.is_dir() and not path.name.startswith(".")
+            if path.is_dir()
+            and not path.name.startswith(".")
+            and not path.name.endswith(CHECKPOINT_SUFFIX)
         )
         return tuple(self._describe(path, path.name in loaded) for path in folders)
 

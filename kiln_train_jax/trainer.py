@@ -95,6 +95,17 @@ class GrpoTrainer:
         """The adapter as it stands."""
         return Lora(self.layers, self.scale)
 
+    @property
+    def state(self) -> tuple[Layers, Any, Layers | None]:
+        """Adapter, optimizer state and KL reference: all that a step changes."""
+        return self.layers, self._state, self._reference.layers
+
+    def restore(self, state: tuple[Layers, Any, Layers | None], steps: int) -> None:
+        """Go on from the state after a number of steps."""
+        self.layers, self._state, self._reference.layers = state
+        self._steps = steps
+        self._first = steps == 0
+
     def prepare(self, steps: Iterable[Sequence[TrainingUnit]]) -> None:
         """Fix the padded shapes of a job, so that it compiles few programs.
 

@@ -341,17 +341,10 @@ def test_grpo_table_is_true():
     }
 
 
-def test_refused_configurations_are_refused():
-    job = pytest.importorskip("kiln_train_jax.job")
-    text = page("training.md")
-    rows = re.findall(r"^\| `(\{.*?\})` \| [^|]* \|$", text, re.MULTILINE)
-    reasons = [
-        [what for asked, what in job._unsupported(_config(row)) if asked]
-        for row in rows
-    ]
-    assert all(reasons)
-    every = {what.split()[0] for _, what in job._unsupported(grpo.GrpoConfig())}
-    assert {what.split()[0] for found in reasons for what in found} == every
+def test_distillation_is_refused():
+    """The one member of the configuration that only ever is null."""
+    with pytest.raises(KilnError, match="opd"):
+        _config('{"loss": {"opd": {}}}')
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,32 @@ def test_cancelled_job_leaves_nothing(engine, groups, tmp_path):
     assert not list(engine.library.directory.glob(".dropped*"))
 
 
+def test_a_cancelled_job_resumes_to_the_same_adapter(engine, groups, outcome):
+    calls = []
+
+    def cancelled():
+        calls.append(1)
+        return len(calls) > 5
+
+    config = {**FAST, "checkpoint_interval": 2}
+    with pytest.raises(TrainingError, match="cancelled after 5"):
+        run(engine, job_of(groups, "broken-off", **config), cancelled)
+    kept = sorted(path.name for path in engine.library.directory.glob("broken-off*"))
+    assert [name[-25:] for name in kept] == [
+        f"-{step:08d}.kiln-checkpoint" for step in (2, 4, 5)
+    ]
+    config["resume_checkpoint"] = kept[-1]
+    made, reports = run(engine, job_of(groups, "broken-off", **config))
+    assert reports[0].step == 6
+    one, other = (
+        (o.adapter_path / "adapter_model.safetensors").read_bytes()
+        for o in (outcome[0], made)
+    )
+    assert one == other
+    with pytest.raises(TrainingError, match="another run: adapter_name differs"):
+        run(engine, job_of(groups, "stranger", **config))
+
+
 def test_existing_adapter_is_never_replaced(engine, groups, outcome):
     with pytest.raises(Conflict, match="exists already"):
         run(engine, job_of(groups, "learner", **FAST))
@@ -305,8 +331,8 @@ def test_an_action_its_grammar_forbids_is_refused(engine, groups):
 @pytest.mark.parametrize(
     "config",
     [
-        GrpoConfig(checkpoint_interval=1),
-        GrpoConfig(resume_checkpoint="step-1"),
+        GrpoConfig(resume_checkpoint="missing"),
+        GrpoConfig(resume_checkpoint="../outside"),
         GrpoConfig(lora_rank=200, lora_alpha=200.0),
     ],
 )
