@@ -47,7 +47,8 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an engine is created."""
 
     model: str = "builtin:tiny"
-    """``builtin:tiny``, ``builtin:random`` or the path of a Hugging Face folder."""
+    """``builtin:tiny``, ``builtin:random``, or the path of a Hugging Face folder or a
+    GGUF file."""
     served_model_id: str | None = None
     """Name in ``/v1/models``; None takes the model's own."""
     adapter_dir: Path

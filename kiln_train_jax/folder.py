@@ -1,8 +1,9 @@
 """A model as it lies in a folder: configuration, weights, tokenizer, chat template.
 
-Any Hugging Face folder of a supported architecture will do; `builtin:tiny` is one that
-comes with the package, and `builtin:random` is built in memory from a fixed seed, for
-tests. Digests of everything that decides a model's behaviour are taken here, once.
+Any Hugging Face folder of a supported architecture will do, and any GGUF file;
+`builtin:tiny` is a folder that comes with the package, and `builtin:random` is built in
+memory from a fixed seed, for tests. Digests of everything that decides a model's
+behaviour are taken here, once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kiln_core.errors import FileUnreadable, InvalidRecord
 from kiln_core.provenance import TokenizerIdentity
 from kiln_train_jax import weights
 from kiln_train_jax.config import ModelConfig
+from kiln_train_jax.gguf_model import read_model
 from kiln_train_jax.model import Decoder
 from kiln_train_jax.template import ChatTemplate
 from kiln_train_jax.tokenizer import Tokenizer, byte_document
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 TINY: Final = "builtin:tiny"
 RANDOM: Final = "builtin:random"
 RANDOM_SEED: Final = 0
+GGUF_SUFFIX: Final = ".gguf"
 
 TURN_TEMPLATE: Final = (
     "{%- for message in messages -%}"
@@ -90,7 +93,8 @@ def load_folder(source: str, *, dtype: Any = jnp.float32) -> ModelFolder:
     """Load a model.
 
     Args:
-        source: `builtin:tiny`, `builtin:random`, or the path of a folder.
+        source: `builtin:tiny`, `builtin:random`, or the path of a folder or a GGUF
+            file.
         dtype: Dtype of the parameters in memory.
 
     Raises:
@@ -102,7 +106,10 @@ def load_folder(source: str, *, dtype: Any = jnp.float32) -> ModelFolder:
     if source == TINY:
         with as_file(files("kiln_train_jax") / "models" / "tiny") as folder:
             return _read_folder(folder, TINY, dtype)
-    return _read_folder(Path(source), Path(source).name, dtype)
+    path = Path(source)
+    if path.suffix == GGUF_SUFFIX:
+        return _read_gguf(path, dtype)
+    return _read_folder(path, path.name or path.resolve().name, dtype)
 
 
 def _read_folder(folder: Path, name: str, dtype: Any) -> ModelFolder:
@@ -131,6 +138,25 @@ def _read_folder(folder: Path, name: str, dtype: Any) -> ModelFolder:
                 "chat_template": _template(folder, tokenizer_config),
             },
             generation_config=generation,
+        ),
+    )
+
+
+def _read_gguf(path: Path, dtype: Any) -> ModelFolder:
+    """Read a GGUF file from disk, each tensor once."""
+    parts = read_model(path)
+    config = ModelConfig.from_hugging_face(parts.config)
+    tensors = weights.ReadOnce(parts.tensors)
+    model = weights.build(config, tensors, dtype=dtype)
+    return _assemble(
+        path.stem,
+        config,
+        model,
+        tensors.digest(parts.config),
+        _Texts(
+            tokenizer=parts.tokenizer,
+            tokenizer_config=parts.tokenizer_config,
+            generation_config=parts.generation_config,
         ),
     )
 

@@ -114,35 +114,65 @@ def _without_added(parsed: dict[str, Any]) -> str:
 
 def byte_document() -> bytes:
     """Return the `tokenizer.json` of the embedded byte-level models."""
-    alphabet = _byte_alphabet()
     names = (*SPECIAL_BYTE_TOKENS, *THINK_TOKENS)
-    added = [
-        {
-            "id": 256 + position,
-            "content": name,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": name in SPECIAL_BYTE_TOKENS,
-        }
-        for position, name in enumerate(names)
-    ]
-    byte_level = {
+    document = bpe_document(
+        vocabulary={text: place for place, text in enumerate(byte_alphabet())},
+        merges=[],
+        added=[
+            (name, 256 + place, name in SPECIAL_BYTE_TOKENS)
+            for place, name in enumerate(names)
+        ],
+        pre_tokenizer=byte_level(use_regex=False),
+    )
+    return canonical_bytes(document)
+
+
+def byte_level(*, use_regex: bool) -> dict[str, Any]:
+    """Return the step that spells bytes as characters, cutting words or not."""
+    return {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": False,
-        "use_regex": False,
+        "use_regex": use_regex,
     }
-    document: dict[str, Any] = {
+
+
+def bpe_document(
+    *,
+    vocabulary: dict[str, int],
+    merges: list[list[str]],
+    added: list[tuple[str, int, bool]],
+    pre_tokenizer: dict[str, Any],
+    ignore_merges: bool = False,
+) -> dict[str, Any]:
+    """Return the `tokenizer.json` of a byte-level BPE.
+
+    Args:
+        vocabulary: Ids by token, bytes spelled as `byte_alphabet` does.
+        merges: Pairs, the first to apply first.
+        added: Text, id, and whether it is special, of every added token.
+        pre_tokenizer: How text is cut before merges apply.
+        ignore_merges: A piece that is a token as a whole is that token.
+    """
+    plain = {"single_word": False, "lstrip": False, "rstrip": False}
+    return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": added,
+        "added_tokens": [
+            {
+                **plain,
+                "id": place,
+                "content": text,
+                "normalized": False,
+                "special": special,
+            }
+            for text, place, special in added
+        ],
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": pre_tokenizer,
         "post_processor": None,
-        "decoder": byte_level,
+        "decoder": byte_level(use_regex=False),
         "model": {
             "type": "BPE",
             "dropout": None,
@@ -151,15 +181,14 @@ def byte_document() -> bytes:
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {character: value for value, character in enumerate(alphabet)},
-            "merges": [],
+            "ignore_merges": ignore_merges,
+            "vocab": vocabulary,
+            "merges": merges,
         },
     }
-    return canonical_bytes(document)
 
 
-def _byte_alphabet() -> list[str]:
+def byte_alphabet() -> list[str]:
     """Return the printable stand-in of each byte that byte-level BPE uses.
 
     Printable Latin-1 characters stand for themselves, the rest follow from U+0100 in

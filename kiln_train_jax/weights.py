@@ -11,7 +11,7 @@ Other containers only need to produce the same mapping from tensor name to array
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import jax.numpy as jnp
@@ -133,7 +133,7 @@ def _parameter(
     if oriented.shape != shape or str(tensor.dtype) not in DTYPES:
         raise InvalidRecord(
             f"tensor {name} is {tensor.dtype} {list(tensor.shape)}, "
-            f"config.json asks for {list(shape)}"
+            f"the configuration asks for {list(shape)}"
         )
     if not np.isfinite(oriented.astype(np.float32)).all():
         raise InvalidRecord(f"tensor {name} holds values that are not finite")
@@ -184,15 +184,45 @@ def tensors_digest(config: object, tensors: Tensors) -> Sha256:
         config: JSON form of the configuration.
         tensors: By name, in the dtype of their file.
     """
-    rows = [
-        [name, str(tensor.dtype), list(tensor.shape), _bytes_digest(tensor)]
-        for name, tensor in sorted(tensors.items())
+    return _digest_of(config, {name: _row(each) for name, each in tensors.items()})
+
+
+class ReadOnce(Mapping[str, np.ndarray]):
+    """Tensors that are costly to read, digested on the way to where they go."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._rows: dict[str, list[object]] = {}
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
+        self._rows[name] = _row(tensor)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def digest(self, config: object) -> Sha256:
+        """Return what `tensors_digest` would of all tensors read so far."""
+        return _digest_of(config, self._rows)
+
+
+def _digest_of(config: object, rows: Mapping[str, list[object]]) -> Sha256:
+    named = [[name, *row] for name, row in sorted(rows.items())]
+    return digest_json({"config": config, "tensors": named})
+
+
+def _row(tensor: np.ndarray) -> list[object]:
+    """Return what a digest says of one tensor: dtype, shape, digest of its bytes."""
+    content = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+    return [
+        str(tensor.dtype),
+        list(tensor.shape),
+        hashlib.sha256(content).hexdigest(),
     ]
-    return digest_json({"config": config, "tensors": rows})
-
-
-def _bytes_digest(tensor: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(tensor).tobytes()).hexdigest()
 
 
 def _check_names(
