@@ -1,9 +1,9 @@
 """A chat template rendered to token ids, foreign text kept inert.
 
-The template is hostile until shown otherwise: it comes with a model, and runs in
-jinja2's immutable sandbox. So are the messages: they are tokenised as plain text, and
-special tokens come only from what the template itself writes. To tell the two apart in
-the rendered string, every content is wrapped in marks that nobody can guess (fresh
+The template is hostile until shown otherwise: it comes with a model, and runs in a
+metered sandbox (`sandbox.py`). So are the messages: they are tokenised as plain text,
+and special tokens come only from what the template itself writes. To tell the two apart
+in the rendered string, every content is wrapped in marks that nobody can guess (fresh
 random ones a rendering) before the template sees it, and the marks are cut out again
 before anything is encoded. White space at the edges of a content stays outside of the
 marks, so a template that trims still trims; an assistant turn's reasoning and answer
@@ -18,10 +18,10 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kiln_core.canonical import canonical_bytes, digest
 from kiln_core.errors import InvalidRecord, UsageError
+from kiln_train_jax.sandbox import MeteredEnvironment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
 
 OPENER: Final = "<think>"
 CLOSER: Final = "</think>"
+FAILURES: Final = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What compiling or rendering a template may end in."""
 ROLES: Final = frozenset({"system", "user", "assistant", "tool"})
 
 
@@ -69,17 +80,13 @@ class ChatTemplate:
         self.sha256 = digest(source.encode())
         self._tokenizer = tokenizer
         self._variables = dict(variables)
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _epoch
+        self._environment = MeteredEnvironment()
+        self._environment.filters["tojson"] = self._environment.metered(_to_json)
+        self._environment.globals["raise_exception"] = _refuse
+        self._environment.globals["strftime_now"] = _epoch
         try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+            self._template = self._environment.from_string(source)
+        except (SyntaxError, *FAILURES) as error:
             raise InvalidRecord(f"the chat template is invalid: {error}") from error
         self.thinking = self._opens_reasoning()
         """Whether the model has a thinking mode: the template opens one on request."""
@@ -115,7 +122,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 enable_thinking=enable_thinking and self.thinking,
             )
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError) as error:
+        except FAILURES as error:
             raise UsageError(f"the chat template refused: {error}") from error
         return self._encode(text, nonce, len(messages))
 
@@ -130,7 +137,8 @@ class ChatTemplate:
                 )
 
     def _text(self, messages: list[dict[str, str]], **flags: bool) -> str:
-        return self._template.render(messages=messages, **self._variables, **flags)
+        variables = {"messages": messages, **self._variables, **flags}
+        return self._environment.render(self._template, variables)
 
     def _encode(self, text: str, nonce: str, count: int) -> Rendering:
         """Cut the marks out, encode each piece by its kind, note the spans."""
@@ -160,7 +168,7 @@ class ChatTemplate:
         turn = [{"role": "user", "content": "x"}]
         try:
             text = self._text(turn, add_generation_prompt=True, enable_thinking=True)
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError) as error:
+        except FAILURES as error:
             raise InvalidRecord(f"the chat template does not work: {error}") from error
         opened = text.rfind(OPENER)
         return opened >= 0 and CLOSER not in text[opened:]
