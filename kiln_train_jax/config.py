@@ -69,22 +69,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         _refuse_unsupported(document)
         fields = {name: document[name] for name in _COPIED if name in document}
-        heads = document.get("num_attention_heads", 1)
-        fields.setdefault("num_key_value_heads", heads)
-        if fields.get("head_dim") is None:
-            fields["head_dim"] = document.get("hidden_size", 0) // heads
         fields["rope_theta"] = _rope_theta(document)
         fields["eos_token_ids"] = _as_tuple(document.get("eos_token_id"))
         fields.setdefault("tie_word_embeddings", False)
         fields.setdefault("rms_norm_eps", 1e-6)
+        heads, hidden = document.get("num_attention_heads"), document.get("hidden_size")
+        fields.setdefault("num_key_value_heads", heads)
+        if fields.get("head_dim") is None and isinstance(heads, int) and heads > 0:
+            fields["head_dim"] = hidden // heads if isinstance(hidden, int) else 0
         try:
             config = msgspec.convert(fields, cls, strict=False)
         except msgspec.ValidationError as error:
             raise InvalidRecord(f"config.json is not usable: {error}") from error
-        config._check_heads()
+        config._check_sizes()
         return config
 
-    def _check_heads(self) -> None:
+    def _check_sizes(self) -> None:
+        for name in _SIZES:
+            if not 0 < getattr(self, name) < 2**31:
+                raise InvalidRecord(f"config.json is not usable: {name} is no size")
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidRecord(
                 f"{self.num_attention_heads} attention heads cannot be grouped over "
@@ -109,16 +112,31 @@ _COPIED: Final = (
 )
 
 
+_SIZES: Final = tuple(
+    name
+    for name in (*_COPIED, "rope_theta")
+    if name not in {"model_type", "tie_word_embeddings"}
+)
+"""Members that count or scale something: positive, or there is no model."""
+
+
 def _refuse_unsupported(document: Mapping[str, Any]) -> None:
     """Refuse options that would change the forward pass.
 
     Raises:
         InvalidRecord: Such an option is on.
     """
-    scaling = document.get("rope_scaling") or document.get("rope_parameters") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rope = _rope(document)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    shares = (document.get("partial_rotary_factor"), rope.get("partial_rotary_factor"))
+    layers = document.get("layer_types") or ["full_attention"]
     refused = {
         f"rope scaling {kind!r}": kind != "default",
+        "rotary positions by layer": any(isinstance(v, dict) for v in rope.values()),
+        "partial rotary positions": any(share not in {None, 1} for share in shares),
+        "layers without full attention": (
+            not isinstance(layers, list) or set(map(str, layers)) != {"full_attention"}
+        ),
         "attention_bias": bool(document.get("attention_bias")),
         "mlp_bias": bool(document.get("mlp_bias")),
         "use_sliding_window": bool(document.get("use_sliding_window")),
@@ -135,13 +153,28 @@ def _refuse_unsupported(document: Mapping[str, Any]) -> None:
             )
 
 
-def _rope_theta(document: Mapping[str, Any]) -> float:
+def _rope(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the file says of rotary positions, under either name.
+
+    Raises:
+        InvalidRecord: It is no object.
+    """
+    found: dict[str, Any] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = document.get(name) or {}
+        if not isinstance(value, dict):
+            raise InvalidRecord(f"config.json is not usable: {name} is no object")
+        found |= value
+    return found
+
+
+def _rope_theta(document: Mapping[str, Any]) -> Any:
     """Return the rotary base, wherever this version of the file keeps it."""
-    nested = (document.get("rope_parameters") or {}).get("rope_theta")
-    return float(document.get("rope_theta") or nested or ROPE_THETA)
+    nested = _rope(document).get("rope_theta")
+    return document.get("rope_theta") or nested or ROPE_THETA
 
 
-def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
+def _as_tuple(value: Any) -> tuple[Any, ...]:
     """Return an optional id or list of ids as a tuple."""
     if value is None:
         return ()

@@ -22,7 +22,7 @@ from kiln_core import limits
 from kiln_core.canonical import digest_json
 from kiln_core.engine import MAX_TOP_LOGPROBS, Generation, GuideReport
 from kiln_core.errors import ContextOverflow, UsageError
-from kiln_train_jax.attention import cache_length
+from kiln_train_jax.attention import CHUNK, cache_length
 from kiln_train_jax.bank import AdapterBank, Seat
 from kiln_train_jax.folder import load_folder
 from kiln_train_jax.guide import Guide, GuideCompiler, Unguidable, mask_of
@@ -52,11 +52,16 @@ if TYPE_CHECKING:
     )
     from kiln_core.provenance import BehaviorPolicyIdentity
     from kiln_core.records import ChatMessage
+    from kiln_train_jax.config import ModelConfig
 
 ADAPTER_SLOTS: Final = 9
 """Slots of the bank: the base model and eight adapters."""
 ADAPTER_RANK: Final = 32
 """Largest rank that can be served."""
+CACHE_BYTES: Final = 2_048 * limits.MIB
+"""What the caches of all slots may take, where no context is asked for."""
+LEAST_CONTEXT: Final = 1_024
+"""Tokens a slot holds all the same, or as many as the model has."""
 POOL_BYTES: Final = 256 * limits.MIB
 """Bound on the prefix pool."""
 POOL_BLOCKS: Final = 512
@@ -82,14 +87,18 @@ class JaxEngine:
         config = self.folder.config
         self.served_model_id = settings.served_model_id or self.folder.served_model_id
         self.slots = settings.slots
-        self.context_tokens = settings.context_tokens or config.max_position_embeddings
+        self.context_tokens = settings.context_tokens or default_context(
+            config, self.slots
+        )
         if self.context_tokens > config.max_position_embeddings:
             raise UsageError(
                 f"context_tokens {self.context_tokens} is over the model's "
                 f"{config.max_position_embeddings}"
             )
         self.has_thinking_mode = self.folder.template.thinking
-        self.library = AdapterLibrary(settings.adapter_dir, config)
+        self.library = AdapterLibrary(
+            settings.adapter_dir, config, self.folder.base_sha256
+        )
         self.bank = AdapterBank(config, slots=ADAPTER_SLOTS, rank=ADAPTER_RANK)
         self._guides = GuideCompiler(self.folder.tokenizer, stop_id=self.folder.end_id)
         self._cache_tokens = cache_length(self.context_tokens, max(FEEDS))
@@ -401,10 +410,7 @@ class JaxEngine:
 
     def _pool_blocks(self) -> int:
         """Return how many prefix blocks the pool holds: at least one full context."""
-        config = self.folder.config
-        width = config.num_key_value_heads * config.head_dim * BLOCK
-        item_bytes = int(np.dtype(DTYPE).itemsize)
-        block_bytes = 2 * config.num_hidden_layers * width * item_bytes
+        block_bytes = token_bytes(self.folder.config) * BLOCK
         fitting = min(POOL_BYTES // block_bytes, POOL_BLOCKS)
         return max(fitting, self.context_tokens // BLOCK)
 
@@ -416,6 +422,18 @@ class JaxEngine:
             blocks=blocks,
             dtype=DTYPE,
         )
+
+
+def token_bytes(config: ModelConfig) -> int:
+    """Return how many bytes the keys and values of one position take."""
+    width = config.num_key_value_heads * config.head_dim
+    return 2 * config.num_hidden_layers * width * int(np.dtype(DTYPE).itemsize)
+
+
+def default_context(config: ModelConfig, slots: int) -> int:
+    """Return a context whose caches fit `CACHE_BYTES`, in whole chunks."""
+    fitting = CACHE_BYTES // (slots * token_bytes(config)) // CHUNK * CHUNK
+    return min(config.max_position_embeddings, max(fitting, LEAST_CONTEXT))
 
 
 def _message(message: ChatMessage) -> Message:

@@ -209,7 +209,7 @@ def _assemble(
     tokenizer = Tokenizer(texts.tokenizer, vocab_size=config.vocab_size)
     tokenizer_config = texts.tokenizer_config
     variables = {
-        key: _token_text(tokenizer_config[key])
+        key: _token_text(key, tokenizer_config[key])
         for key in ("bos_token", "eos_token", "pad_token", "unk_token")
         if tokenizer_config.get(key) is not None
     }
@@ -244,15 +244,17 @@ def _stop_ids(
     """Collect the tokens that end a turn, from every file that may name one.
 
     Raises:
-        InvalidRecord: None does.
+        InvalidRecord: None does, or one is not in the vocabulary.
     """
-    ids = set(config.eos_token_ids)
-    named = generation.get("eos_token_id", ())
-    ids |= {named} if isinstance(named, int) else set(named)
+    named = generation.get("eos_token_id") or []
+    ids = {*config.eos_token_ids, *(named if isinstance(named, list) else [named])}
     end = tokenizer.id_of(variables.get("eos_token", ""))
     ids |= set() if end is None else {end}
     if not ids:
         raise InvalidRecord("no file of the model names an end token")
+    for place in ids:
+        if not isinstance(place, int) or not 0 <= place < config.vocab_size:
+            raise InvalidRecord(f"end token {place!r} is not in the vocabulary")
     return frozenset(ids)
 
 
@@ -260,14 +262,18 @@ def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str:
     """Return the chat template, from its own file or the tokenizer's configuration.
 
     Raises:
-        InvalidRecord: There is none.
+        InvalidRecord: There is none, or it is not UTF-8.
     """
     own = folder / "chat_template.jinja"
     if own.is_file():
-        return own.read_text(encoding="utf-8")
+        try:
+            return _read_bytes(own).decode()
+        except UnicodeDecodeError as error:
+            raise InvalidRecord(f"{own.name} is not UTF-8") from error
     inline = tokenizer_config.get("chat_template")
     if isinstance(inline, list):
-        named = {entry["name"]: entry["template"] for entry in inline}
+        entries = [entry for entry in inline if isinstance(entry, dict)]
+        named = {str(entry.get("name")): entry.get("template") for entry in entries}
         inline = named.get("default")
     if not isinstance(inline, str):
         raise InvalidRecord(
@@ -277,9 +283,16 @@ def _template(folder: Path, tokenizer_config: dict[str, Any]) -> str:
     return inline
 
 
-def _token_text(token: str | dict[str, Any]) -> str:
-    """Return a token's text, however the file writes it."""
-    return token if isinstance(token, str) else str(token["content"])
+def _token_text(key: str, token: Any) -> str:
+    """Return a token's text, however the file writes it.
+
+    Raises:
+        InvalidRecord: It is written in no known way.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise InvalidRecord(f"tokenizer_config.json: {key} is {token!r}")
+    return text
 
 
 def _read_object(path: Path) -> dict[str, Any]:

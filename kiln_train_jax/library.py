@@ -11,10 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kiln_core.canonical import read_json
 from kiln_core.engine import AdapterInfo
 from kiln_core.errors import ArtifactError, FileUnreadable, UsageError
 from kiln_core.grpo import check_name
 from kiln_train_jax.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, read_adapter
+from kiln_train_jax.receipt import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -38,15 +40,19 @@ class _Known(NamedTuple):
 class AdapterLibrary:
     """Adapter folders by name."""
 
-    def __init__(self, directory: Path, config: ModelConfig) -> None:
+    def __init__(
+        self, directory: Path, config: ModelConfig, base_sha256: Sha256
+    ) -> None:
         """Look at a directory; it need not exist yet.
 
         Args:
             directory: Holds one folder an adapter.
             config: Shape of the base model they must fit.
+            base_sha256: Its digest, which the manifest of an adapter may name.
         """
         self.directory = directory
         self._config = config
+        self._base_sha256 = base_sha256
         self._known: dict[str, _Known] = {}
 
     def path(self, name: str) -> Path:
@@ -71,11 +77,31 @@ class AdapterLibrary:
                 hint=f"adapters are folders under {self.directory}",
             )
         try:
+            self._check_base(folder)
             return read_adapter(folder, self._config)
         except (ArtifactError, FileUnreadable) as error:
             raise UsageError(
                 f"adapter {name!r} cannot be loaded: {error.message}", hint=error.hint
             ) from error
+
+    def _check_base(self, folder: Path) -> None:
+        """Check the base model that the manifest names, where there is one.
+
+        An adapter from elsewhere has none; then only its shapes can tell.
+
+        Raises:
+            ArtifactError: The adapter was trained on another base model.
+        """
+        path = folder / MANIFEST_FILE
+        if not path.is_file():
+            return
+        manifest = read_json(path.read_bytes(), MANIFEST_FILE)
+        named = manifest.get("base_model_sha256") if isinstance(manifest, dict) else ""
+        if named != self._base_sha256:
+            raise ArtifactError(
+                f"{MANIFEST_FILE} names another base model than the one served",
+                hint="serve the model it was trained on, or train it anew",
+            )
 
     def content_sha256(self, name: str) -> Sha256:
         """Return the content digest of an adapter on disk.
@@ -126,7 +152,7 @@ class AdapterLibrary:
         """Read a folder's digest, unless its files are the ones read before."""
         stamp = tuple(
             (status.st_mtime_ns, status.st_size)
-            for name in FILES
+            for name in (*FILES, MANIFEST_FILE)
             if (folder / name).is_file()
             for status in [(folder / name).stat()]
         )

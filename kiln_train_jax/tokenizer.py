@@ -78,9 +78,11 @@ class Tokenizer:
         )
         """Ids of the tokens flagged special: markers, not text."""
         self.size = self._aware.get_vocab_size(with_added_tokens=True)
-        if self.size > vocab_size:
+        highest = max(self._aware.get_vocab(with_added_tokens=True).values(), default=0)
+        if max(self.size, highest + 1) > vocab_size:
             raise InvalidRecord(
-                f"the tokenizer has {self.size} tokens, the model {vocab_size}",
+                f"the tokenizer has {max(self.size, highest + 1)} tokens, "
+                f"the model {vocab_size}",
                 hint="tokenizer.json and config.json must be of one model",
             )
 
@@ -109,6 +111,11 @@ class Tokenizer:
 def _without_added(parsed: dict[str, Any]) -> str:
     """Return a tokenizer document that knows no added token."""
     bare = {**parsed, "added_tokens": [], "post_processor": None}
+    model = parsed["model"]
+    if model.get("ignore_merges"):  # then the vocabulary alone recognises a marker
+        added = {token["content"] for token in parsed.get("added_tokens", ())}
+        kept = {text: i for text, i in model["vocab"].items() if text not in added}
+        bare["model"] = {**model, "vocab": kept}
     return canonical_bytes(bare).decode()
 
 

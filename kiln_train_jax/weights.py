@@ -86,7 +86,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except msgspec.DecodeError as error:
         raise InvalidRecord(f"{INDEX} is not usable: {error}") from error
     names = sorted(set(shards.values()))
-    if any("/" in name or name.startswith(".") for name in names):
+    if any(set(name) & set("/\\\0") or name.startswith(".") for name in names):
         raise InvalidRecord(f"{INDEX} names a file outside of the folder")
     return [folder / name for name in names]
 
