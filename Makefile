@@ -6,7 +6,7 @@ WORKERS ?= 2
 EDGE := tests/core tests/drive tests/interop tests/server/test_client.py
 COVER := --cov=kiln_core --cov-branch --cov-report=term:skip-covered --cov-fail-under=98
 
-.PHONY: setup demo test test-long check format lint types layers contracts bench clean lock
+.PHONY: setup demo model-smollm2 test test-long check format lint types layers contracts bench clean lock
 
 setup: .venv/.complete
 
@@ -17,11 +17,14 @@ setup: .venv/.complete
 demo: setup
 	$(BIN)/python examples/demo.py
 
+model-smollm2: setup
+	$(BIN)/python scripts/fetch_smollm2.py models
+
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(EDGE) $(COVER)
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not gpu" $(EDGE:%=--ignore=%)
 
-test-long: setup
+test-long: model-smollm2
 	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
 
 check: format lint types layers contracts test

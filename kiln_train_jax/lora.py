@@ -4,7 +4,7 @@ A projection `y = x W` becomes `y = x W + (x A) B * alpha / rank` (Hu et al. 202
 "LoRA", 2106.09685, section 4.1). The trainer holds one adapter with 2-D leaves (Muon
 orthogonalises matrices and silently hands stacks to Adam); the engine holds a bank
 with a leading slot axis, in which slot 0 is the base model: zeros. The same `project`
-serves both, because matmul broadcasts over a leading row axis.
+serves both.
 
 Reading and writing adapter folders is not handled here (`adapters.py`).
 """
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
     """The two factors of one projection's update."""
 
     down: jax.Array
-    """A: `[in, rank]`, or `[slots, in, rank]` in a bank, or `[rows, in, rank]`."""
+    """A: `[in, rank]`, or `[slots, in, rank]` in a bank."""
     up: jax.Array
     """B: `[rank, out]`, or with the same leading axis as `down`."""
 
@@ -46,7 +46,8 @@ class Lora(NamedTuple):
     layers: tuple[dict[str, Pair], ...]
     """One mapping a layer, from target name to its factors."""
     scale: jax.Array
-    """alpha / rank: float32 scalar, or `[slots]`, or `[rows, 1, 1]`."""
+    """alpha / rank: float32 scalar, or `[slots]`; of a bank applied to rows
+    `[slots, rows, 1]`, zero where a row has another adapter."""
 
 
 def target_shape(config: ModelConfig, target: str) -> tuple[int, int]:
@@ -142,17 +143,20 @@ def empty_bank(config: ModelConfig, *, slots: int, rank: int) -> Lora:
 
 
 def select_rows(bank: Lora, rows: jax.Array) -> Lora:
-    """Gather one adapter per row of a batch.
+    """Give each row of a batch its adapter.
+
+    Factors are not gathered: a copy a row would be larger than the model itself.
 
     Args:
         bank: Factors with a leading slot axis.
         rows: int32 `[rows]`, the slot of each row.
 
     Returns:
-        Factors `[rows, in, rank]`, `[rows, rank, out]`, scale `[rows, 1, 1]`.
+        The bank, its scale `[slots, rows, 1]`.
     """
-    layers = jax.tree.map(lambda leaf: leaf[rows], bank.layers)
-    return Lora(layers, bank.scale[rows][:, None, None])
+    slots = jnp.arange(bank.scale.shape[0], dtype=rows.dtype)
+    own = slots[:, None] == rows
+    return Lora(bank.layers, jnp.where(own, bank.scale[:, None], 0.0)[..., None])
 
 
 def select_one(bank: Lora, slot: jax.Array) -> Lora:
@@ -170,18 +174,43 @@ def project(
         inputs: `[rows, time, in]`.
         kernel: `[in, out]`.
         pair: Factors of this projection, or None for the base alone.
-        scale: alpha / rank, broadcastable to the output.
+        scale: alpha / rank, a scalar, or of a bank `[slots, rows, 1]`.
 
     Returns:
         `[rows, time, out]` in the dtype of `inputs`.
     """
     # One 2-D product: XLA's gradient of a 3-D one is 1.7 times slower on CPU.
     flat = inputs.reshape(-1, inputs.shape[-1])
-    shared = pair is not None and pair.down.ndim == 2
     outputs = flat @ kernel
-    if pair is not None and shared:
+    if pair is not None and pair.down.ndim == 2:
         outputs += (((flat @ pair.down) @ pair.up) * scale).astype(outputs.dtype)
-    outputs = outputs.reshape(*inputs.shape[:-1], -1)
-    if pair is not None and not shared:
-        outputs += (((inputs @ pair.down) @ pair.up) * scale).astype(outputs.dtype)
-    return outputs
+    elif pair is not None:
+        outputs += _of_bank(flat, pair, scale, inputs.shape[1]).astype(outputs.dtype)
+    return outputs.reshape(*inputs.shape[:-1], -1)
+
+
+def _of_bank(flat: jax.Array, pair: Pair, scale: jax.Array, time: int) -> jax.Array:
+    """Return the update of each row by its own adapter.
+
+    Every adapter meets every row, and what is not a row's own is multiplied by zero:
+    adding exact zeros changes no bit, whatever lies in the other slots. All of it is
+    skipped while no row has an adapter, which adds exact zeros as well.
+
+    Args:
+        flat: `[rows * time, in]`.
+        pair: Factors with a leading slot axis.
+        scale: `[slots, rows, 1]`.
+        time: Consecutive entries of `flat` that belong to one row.
+    """
+    shares = jnp.repeat(scale, time, axis=1)
+
+    def update() -> jax.Array:
+        many = jnp.broadcast_to(flat, (pair.down.shape[0], *flat.shape))
+        return jnp.sum(((many @ pair.down) * shares) @ pair.up, axis=0)
+
+    def nothing() -> jax.Array:
+        return jnp.zeros((flat.shape[0], pair.up.shape[-1]), update_type)
+
+    update_type = jnp.result_type(flat, pair.down, shares, pair.up)
+    updated: jax.Array = jax.lax.cond(jnp.any(shares != 0), update, nothing)
+    return updated

@@ -4,6 +4,7 @@ import pytest
 
 from kiln_core.errors import InvalidRecord
 from kiln_train_jax.config import ModelConfig
+from kiln_train_jax.engine import LEAST_CONTEXT, default_context, token_bytes
 
 QWEN = {
     "model_type": "qwen3",
@@ -71,3 +72,20 @@ def test_rope_theta_may_live_in_rope_parameters():
 def test_what_would_change_the_forward_is_refused(change):
     with pytest.raises(InvalidRecord):
         read(**change)
+
+
+def test_default_context_fits_the_memory_of_the_caches():
+    small = read(max_position_embeddings=4096)
+    assert default_context(small, 16) == 4096
+    wide = read(
+        hidden_size=576,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=8192,
+    )
+    assert token_bytes(wide) == 46_080
+    assert default_context(wide, 16) == 2_816
+    assert default_context(wide, 1) == 8_192
+    assert default_context(wide, 4_096) == LEAST_CONTEXT

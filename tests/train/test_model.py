@@ -15,7 +15,7 @@ from kiln_train_jax.attention import (
     cache_length,
 )
 from kiln_train_jax.config import ModelConfig
-from kiln_train_jax.lora import TARGETS, Pair, init, project
+from kiln_train_jax.lora import TARGETS, Lora, Pair, init, project, select_rows
 from kiln_train_jax.model import Decoder
 
 
@@ -248,10 +248,36 @@ def test_projection_rows_equal_one_adapter():
     inputs = jax.random.normal(key, (3, 5, 8))
     kernel = jax.random.normal(key, (8, 6))
     down, up = jax.random.normal(key, (3, 8, 2)), jax.random.normal(key, (3, 2, 6))
-    scale = jnp.array([0.5, 1.0, 2.0])[:, None, None]
-    rows = project(inputs, kernel, Pair(down, up), scale)
-    for row in range(3):
-        one = project(
-            inputs[row : row + 1], kernel, Pair(down[row], up[row]), scale[row, 0, 0]
-        )
-        np.testing.assert_allclose(rows[row], one[0], rtol=1e-5, atol=1e-5)
+    bank = Lora(({"q_proj": Pair(down, up)},), jnp.array([0.0, 1.0, 2.0]))
+    for slots in ([2, 0, 1], [0, 0, 0], [1, 1, 2]):
+        chosen = select_rows(bank, jnp.array(slots, jnp.int32))
+        rows = project(inputs, kernel, chosen.layers[0]["q_proj"], chosen.scale)
+        for row, slot in enumerate(slots):
+            own = Pair(down[slot], up[slot]), bank.scale[slot]
+            one = project(inputs[row : row + 1], kernel, *own)
+            np.testing.assert_allclose(rows[row], one[0], rtol=1e-5, atol=1e-5)
+
+
+def test_other_slots_and_places_change_no_bit():
+    """A row's update depends on its adapter alone, not on where anything lies."""
+    stream = np.random.default_rng(0)
+    draw = lambda *shape: stream.normal(size=shape).astype(np.float32)  # noqa: E731
+    inputs, kernel = draw(4, 1, 24), draw(24, 40)
+    down, up = draw(3, 24, 8), draw(3, 8, 40)
+    down[0], up[0], scale = 0, 0, np.array([0, 2, 3], np.float32)
+
+    @jax.jit
+    def outputs(down, up, scale, rows):
+        bank = select_rows(Lora(({"q_proj": Pair(down, up)},), scale), rows)
+        return project(inputs, kernel, bank.layers[0]["q_proj"], bank.scale)
+
+    mixed = outputs(down, up, scale, jnp.array([1, 2, 0, 1], jnp.int32))
+    alone = outputs(down, up, scale, jnp.array([1, 0, 0, 0], jnp.int32))
+    base = outputs(down, up, scale, jnp.zeros(4, jnp.int32))
+    moved = [np.stack([part[0], part[2], part[1]]) for part in (down, up)]
+    swapped = outputs(*moved, scale[[0, 2, 1]], jnp.array([2, 1, 0, 2], jnp.int32))
+    assert np.array_equal(mixed[0], alone[0])
+    assert np.array_equal(mixed[2], base[2])
+    assert np.array_equal(alone[1:], base[1:])
+    assert np.array_equal(mixed, swapped)
+    assert not np.array_equal(mixed[0], base[0])
