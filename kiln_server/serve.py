@@ -53,8 +53,12 @@ def run(flags: Mapping[str, Any], *, as_json: bool = False) -> None:
         logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
         engine = create_engine(settings)
         state = ServerState(settings, engine)
+        early: list[int] = []
+        for number in ending_signals():
+            # an exit while the event loop is being made would leave it half made
+            signal.signal(number, lambda received, _: early.append(received))
         _announce(state, listener, as_json=as_json)
-        asyncio.run(_until_signal(state, listener))
+        asyncio.run(_until_signal(state, listener, early))
     if state.failure is not None:
         raise click.exceptions.Exit(UNFINISHED)
     if not state.was_ready:
@@ -164,12 +168,16 @@ def _leave_the_compiler() -> NoReturn:
     os._exit(0)
 
 
-async def _until_signal(state: ServerState, listener: socket.socket) -> None:
+async def _until_signal(
+    state: ServerState, listener: socket.socket, early: list[int]
+) -> None:
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     ours = ending_signals()
     for number in ours:
         loop.add_signal_handler(number, stopping.set)
+    if early:
+        stopping.set()
     try:
         await serve(state, listener, stopping)
     finally:

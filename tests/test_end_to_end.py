@@ -170,10 +170,9 @@ def test_sides_are_compared_on_held_out_seeds(kiln: Kiln, trained: Any) -> None:
     )
     assert document["seed_start"] == 4
     assert document["evidence"]["paired_groups"] == 3
-    for side in ("baseline", "candidate"):
-        assert kiln.command(
-            "openenv", "verify", "--summary", document[f"{side}_summary"]
-        )
+    receipt = "environment-evaluation/receipt.json"
+    report = kiln.command("openenv", "verify", "--receipt", receipt)
+    assert report["outcome"] == document["outcome"] == "diagnostic"
 
 
 def test_reasoning_is_collected_with_the_default_flags(kiln: Kiln) -> None:
@@ -202,7 +201,7 @@ def test_same_request_gives_the_same_tokens_at_any_load(kiln: Kiln) -> None:
 def test_bad_requests_are_refused_by_a_real_engine_too(kiln: Kiln) -> None:
     for name, (members, _) in REFUSED.items():
         answer = kiln.post("/v1/chat/completions", body(**members))
-        assert answer.status == 400, name
+        assert answer.status == (404 if name == "unknown adapter" else 400), name
         assert answer.message
 
 

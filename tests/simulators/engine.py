@@ -611,8 +611,10 @@ def _say(
 
 def _random(request: GenerationRequest) -> random.Random:
     said = [[message.role, message.content] for message in request.messages]
-    raw = request.prompt if isinstance(request.prompt, str) else str(request.prompt)
-    whole = canonical_bytes([str(request.seed), request.adapter, said, raw])
+    key: list[JsonValue] = [str(request.seed), request.adapter, said]
+    if not request.messages:
+        key.append(str(request.prompt))
+    whole = canonical_bytes(key)
     seed = int.from_bytes(hashlib.sha256(whole).digest())
     return _seeded(0 if request.temperature == 0 else seed)
 
