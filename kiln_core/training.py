@@ -143,6 +143,13 @@ class LossPoint(Record, frozen=True, kw_only=True):
     progress: float
     loss: float
     mean_reward: float
+    kl: float
+    """Mean log ratio to the reference, in nats."""
+    entropy: float
+    """Mean entropy of the sampled distributions, in nats."""
+    clip_fraction: float
+    agreement: float
+    """Largest |ratio - 1| between recorded and recomputed probabilities, so far."""
     elapsed_secs: float
 
 

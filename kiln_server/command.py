@@ -25,7 +25,10 @@ Examples:
   kiln serve --port 0 --serving-profile stable
 """
 )
-@click.option("--model", help="builtin:tiny, builtin:random or a Hugging Face folder.")
+@click.option(
+    "--model",
+    help="builtin:tiny, builtin:random, a Hugging Face folder or a GGUF file.",
+)
 @click.option("--served-model-id", metavar="ID", help="Name in /v1/models.")
 @click.option("--adapter-dir", type=click.Path(path_type=Path), help="Adapter folder.")
 @click.option("--host", help="Address to bind; others than loopback need a token.")

@@ -271,6 +271,10 @@ class TrainingQueueService:
             progress=fraction,
             loss=progress.loss,
             mean_reward=progress.mean_reward,
+            kl=progress.kl,
+            entropy=progress.entropy,
+            clip_fraction=progress.clip_fraction,
+            agreement=progress.logprob_agreement,
             elapsed_secs=elapsed,
         )
         job.update(

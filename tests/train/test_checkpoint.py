@@ -39,7 +39,8 @@ def test_what_is_read_is_what_was_written(written, tmp_path):
 
 
 def test_a_checkpoint_is_no_adapter_and_never_changes(written, tmp_path):
-    assert AdapterLibrary(tmp_path, small_model().config).list(()) == ()
+    library = AdapterLibrary(tmp_path, small_model().config, DIGEST)
+    assert library.list(()) == ()
     before = (tmp_path / NAME / "arrays.npz").read_bytes()
     written.write(Checkpoint([np.float32([9.0])], [METRICS], []))
     assert (tmp_path / NAME / "arrays.npz").read_bytes() == before

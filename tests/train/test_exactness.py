@@ -250,7 +250,10 @@ def recomputed(engine, asked, generation):
         thinking_budget=asked.thinking_budget_tokens if generation.thinking else None
     )
     replayer = TurnReplayer(
-        engine.rules_of_turn, engine.opens_reasoning, config.vocab_size
+        engine.rules_of_turn,
+        engine.opens_reasoning,
+        config.vocab_size,
+        engine.folder.tokenizer.encode_text,
     )
     masks = replayer._walk(prompt, action, generation.logprobs, rules, sampling)
     ids = np.zeros((1, 256), np.int32)
