@@ -430,6 +430,14 @@ class Request:
     body: bytes = b""
 
 
+async def _abort_transports(loop: Any) -> None:
+    """End connections that were accepted while the server was closing already."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+        for transport in list(loop._transports.values()):
+            transport.abort()
+
+
 class Simulator:
     """The server.
 
@@ -520,6 +528,7 @@ class Simulator:
             async with self.serving():
                 started.set()
                 await stop.wait()
+            await _abort_transports(loop)
 
         thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
         thread.start()
