@@ -10,15 +10,15 @@ import msgspec
 from msgspec import UnsetType
 
 from kiln_cli.jobs import follow_job, require_success
-from kiln_cli.options import ON_OFF, json_option, server_options
+from kiln_cli.options import json_option, server_options
 from kiln_cli.render import document, note, progress, say
 from kiln_cli.rollout import server_credential
-from kiln_cli.train import training_config
+from kiln_cli.train import training_config, training_options
 from kiln_core import limits
 from kiln_core.canonical import read_json
 from kiln_core.dataset import read_groups
 from kiln_core.errors import UsageError
-from kiln_core.grpo import MAX_LORA_RANK, GrpoConfig, check_grpo_config
+from kiln_core.grpo import GrpoConfig, check_grpo_config
 from kiln_core.selection import selector_for
 from kiln_core.training import GrpoRequest, TrainingResponse, read_grpo_request
 
@@ -52,23 +52,7 @@ Examples:
     show_default=True,
     help="Name of the trained adapter.",
 )
-@click.option(
-    "--lora-rank",
-    type=click.IntRange(1, MAX_LORA_RANK),
-    help="LoRA rank; alpha is twice that unless the file says otherwise.",
-)
-@click.option(
-    "--training-config",
-    type=click.Path(path_type=Path),
-    help="JSON file with any field of the GRPO configuration.",
-)
-@click.option(
-    "--auto-load",
-    type=ON_OFF,
-    default="true",
-    show_default=True,
-    help="Serve the adapter once it is trained.",
-)
+@training_options
 @click.option("--follow", is_flag=True, help="Wait until the job is finished.")
 @server_options
 @json_option

@@ -31,6 +31,7 @@ __all__ = [
     "plan_options",
     "seed_option",
     "server_options",
+    "stacked",
     "trace_option",
 ]
 
@@ -47,7 +48,9 @@ json_option = click.option(
 )
 
 
-def _stacked(*decorators: Callable[[Any], Any]) -> Callable[[CommandT], CommandT]:
+def stacked(*decorators: Callable[[Any], Any]) -> Callable[[CommandT], CommandT]:
+    """Return one decorator of several, in the order that help lists them."""
+
     def decorate(command: CommandT) -> CommandT:
         for decorator in reversed(decorators):
             command = decorator(command)
@@ -56,7 +59,7 @@ def _stacked(*decorators: Callable[[Any], Any]) -> Callable[[CommandT], CommandT
     return decorate
 
 
-server_options = _stacked(
+server_options = stacked(
     click.option(
         "--url",
         default=DEFAULT_URL,
@@ -67,7 +70,7 @@ server_options = _stacked(
     ),
 )
 
-environment_options = _stacked(
+environment_options = stacked(
     click.option(
         "--environment",
         "environments",
@@ -101,7 +104,7 @@ CONTROL_OPTIONS = (
 def _numbers(
     table: tuple[tuple[str, type, Any, str], ...],
 ) -> Callable[[CommandT], CommandT]:
-    return _stacked(
+    return stacked(
         *(
             click.option(
                 f"--{name}", type=kind, default=default, show_default=True, help=text
@@ -121,7 +124,7 @@ def plan_options(groups: int, group_size: int) -> Callable[[CommandT], CommandT]
     )
 
 
-collection_options = _stacked(
+collection_options = stacked(
     _numbers(CONTROL_OPTIONS),
     click.option(
         "--thinking-budget-tokens",
@@ -155,7 +158,7 @@ trace_option = click.option(
     help="Do not keep token ids; nothing can be trained on such a bundle.",
 )
 
-output_options = _stacked(
+output_options = stacked(
     click.option(
         "--output",
         type=click.Path(path_type=Path),
@@ -180,7 +183,7 @@ output_options = _stacked(
     click.option("--force", is_flag=True, help="Replace existing files."),
 )
 
-bundle_options = _stacked(
+bundle_options = stacked(
     click.option(
         "--summary",
         type=click.Path(path_type=Path),

@@ -23,6 +23,7 @@ from kiln_cli.options import (
     read_options,
     seed_option,
     server_options,
+    stacked,
 )
 from kiln_cli.render import Interrupted, document, note, progress, say
 from kiln_cli.rollout import (
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from kiln_core.drive.server import ServerClient
     from kiln_core.ports import Observer
 
-__all__ = ["train", "training_config"]
+__all__ = ["train", "training_config", "training_options"]
 
 FORCED: Final = {
     "output_name": "--output-adapter",
@@ -63,6 +64,26 @@ FORCED: Final = {
     "behavior_policy": "the contract",
 }
 """Fields of a configuration that are not the file's to choose, and who chooses."""
+
+training_options = stacked(
+    click.option(
+        "--lora-rank",
+        type=click.IntRange(1, MAX_LORA_RANK),
+        help="LoRA rank; alpha is twice that unless the file says otherwise.",
+    ),
+    click.option(
+        "--training-config",
+        type=click.Path(path_type=Path),
+        help="JSON file with any field of the GRPO configuration.",
+    ),
+    click.option(
+        "--auto-load",
+        type=ON_OFF,
+        default="true",
+        show_default=True,
+        help="Serve the adapter once it is trained.",
+    ),
+)
 
 
 @click.command(
@@ -77,23 +98,7 @@ Examples:
 @server_options
 @click.option("--adapter", default="base", show_default=True, help="Who acts.")
 @click.option("--output-adapter", required=True, help="Name of the trained adapter.")
-@click.option(
-    "--lora-rank",
-    type=click.IntRange(1, MAX_LORA_RANK),
-    help="LoRA rank; alpha is twice that unless the file says otherwise.",
-)
-@click.option(
-    "--training-config",
-    type=click.Path(path_type=Path),
-    help="JSON file with any field of the GRPO configuration.",
-)
-@click.option(
-    "--auto-load",
-    type=ON_OFF,
-    default="true",
-    show_default=True,
-    help="Serve the adapter once it is trained.",
-)
+@training_options
 @seed_option
 @plan_options(groups=8, group_size=4)
 @collection_options

@@ -30,6 +30,7 @@ __all__ = [
     "EvaluationVerification",
     "PolicyIdentity",
     "evaluated_policy",
+    "execution_provenance",
     "outcome_of",
     "seal_evaluation",
 ]
@@ -133,9 +134,9 @@ def execution_provenance(policy: BehaviorPolicyIdentity) -> Sha256:
     adapter = policy.adapter
     return digest_json(
         {
-            "base_model_sha256": policy.base_model_sha256,
-            "inference_config_sha256": policy.inference_config_sha256,
-            "adapter_sha256": None
+            "base_model": policy.base_model_sha256,
+            "inference_config": policy.inference_config_sha256,
+            "adapter": None
             if isinstance(adapter, UnsetType)
             else adapter.content_sha256,
         }

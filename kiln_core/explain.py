@@ -17,7 +17,7 @@ from kiln_core.advice import NO_VARIANCE_REMEDY
 from kiln_core.canonical import Record, total
 from kiln_core.grpo import AdamW, GrpoConfig
 from kiln_core.records import AgenticGroup, Count
-from kiln_core.selection import selector_for, without_output
+from kiln_core.selection import TrainingSelector, Verdict, selector_for
 
 __all__ = ["GroupExplanation", "TrainingExplanation", "explain_training"]
 
@@ -25,8 +25,6 @@ EXPLANATION_SCHEMA: Final = "kiln.training-explanation.v1"
 SMALL_RATE: Final = 1e-4
 """AdamW below it moves a small model hardly at all."""
 FEW_STEPS: Final = 8
-
-Verdict = Literal["trains", "equal_rewards", "no_usable_output"]
 
 
 class GroupExplanation(Record, frozen=True, kw_only=True):
@@ -69,9 +67,10 @@ def explain_training(
         config: What was or would be trained.
         receipt: Decoded ``train_receipt.json``, where there is one.
     """
+    selector = selector_for(config)
     explained, rewards = [], []
     for line, group in enumerate(groups, 1):
-        explained.append(_explained(group, line, config))
+        explained.append(_explained(group, line, selector))
         rewards += [completion.reward for completion in group.completions]
     counts = Counter(group.verdict for group in explained)
     notes = [*_corpus_notes(explained), *_config_notes(explained, config)]
@@ -88,14 +87,11 @@ def explain_training(
     )
 
 
-def _explained(group: AgenticGroup, line: int, config: GrpoConfig) -> GroupExplanation:
-    usable = [c for c in group.completions if not without_output(c)]
+def _explained(
+    group: AgenticGroup, line: int, selector: TrainingSelector
+) -> GroupExplanation:
+    verdict, usable = selector.judge(group)
     rewards = [completion.reward for completion in usable or group.completions]
-    verdict: Verdict = "trains"
-    if not usable:
-        verdict = "no_usable_output"
-    elif selector_for(config).select(group) is None:
-        verdict = "equal_rewards"
     environment: str | UnsetType = UNSET
     seed: int | UnsetType = UNSET
     openenv = group.completions[0].openenv

@@ -20,7 +20,10 @@ from kiln_core.grpo import GrpoConfig
 from kiln_core.receipt import OpenEnvTrainingSelection
 from kiln_core.records import AgenticGroup, ScoredRollout
 
-__all__ = ["TrainingSelector", "selector_for"]
+__all__ = ["TrainingSelector", "Verdict", "selector_for"]
+
+Verdict = Literal["trains", "equal_rewards", "no_usable_output"]
+"""What the trainer can do with a group."""
 
 
 class HarnessError(Record, frozen=True, kw_only=True):
@@ -55,18 +58,27 @@ class TrainingSelector:
 
     def select(self, group: AgenticGroup) -> AgenticGroup | None:
         """Return the trainable part of a group, None when there is none."""
-        usable = [c for c in group.completions if not without_output(c)]
+        verdict, usable = self.judge(group)
         self._no_output += len(group.completions) - len(usable)
-        if not usable:
+        if verdict == "no_usable_output":
             self._no_usable += 1
             return None
-        rewards = {completion.reward for completion in usable}
-        if len(rewards) == 1 and not self._keep_equal_rewards:
+        if verdict == "equal_rewards":
             self._no_gradient += 1
             return None
         self._groups += 1
         self._rollouts += len(usable)
         return msgspec.structs.replace(group, completions=usable)
+
+    def judge(self, group: AgenticGroup) -> tuple[Verdict, list[ScoredRollout]]:
+        """Say what a group gives the trainer, and by which rollouts; count nothing."""
+        usable = [c for c in group.completions if not without_output(c)]
+        if not usable:
+            return "no_usable_output", usable
+        rewards = {completion.reward for completion in usable}
+        if len(rewards) == 1 and not self._keep_equal_rewards:
+            return "equal_rewards", usable
+        return "trains", usable
 
     def record(self) -> OpenEnvTrainingSelection:
         """Return the counts so far, with one warning per kind of omission."""

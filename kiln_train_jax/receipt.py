@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import jax
 import msgspec
 import numpy as np
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
-from kiln_core.canonical import digest, digest_json, pretty
+from kiln_core.canonical import digest, pretty
+from kiln_core.evidence import execution_provenance
 from kiln_train_jax.adapters import CONFIG_FILE, WEIGHTS_FILE
 from kiln_train_jax.identity import LIBRARIES, backend_name, implementation
 
@@ -178,7 +179,7 @@ def write_evidence(folder: Path, record: TrainingRecord) -> None:
         },
         "parent_adapter": None if adapter is UNSET else msgspec.to_builtins(adapter),
         "base_model_sha256": record.policy.base_model_sha256,
-        "execution_provenance": _execution_provenance(record.policy),
+        "execution_provenance": execution_provenance(record.policy),
         "training_precision": "float32",
         "training_data_hash": job.corpus_sha256,
         "training_data_source": job.data_source,
@@ -187,20 +188,6 @@ def write_evidence(folder: Path, record: TrainingRecord) -> None:
         else msgspec.to_builtins(job.lineage),
     }
     (folder / MANIFEST_FILE).write_bytes(pretty(manifest))
-
-
-def _execution_provenance(policy: BehaviorPolicyIdentity) -> str:
-    """Return one digest of base model, runtime and starting adapter."""
-    adapter = policy.adapter
-    return digest_json(
-        {
-            "base_model": policy.base_model_sha256,
-            "inference_config": policy.inference_config_sha256,
-            "adapter": None
-            if isinstance(adapter, UnsetType)
-            else adapter.content_sha256,
-        }
-    )
 
 
 def _delta_norms(start: Lora, end: Lora) -> dict[str, float]:

@@ -105,7 +105,7 @@ def test_every_error_has_a_diagnosis(error_type: type[KilnError]) -> None:
 
 @pytest.mark.parametrize("stage", FailureStage)
 def test_untyped_error_falls_back_to_its_stage(stage: FailureStage) -> None:
-    failure = diagnosed(RuntimeError("token abc at /home/me"), stage)
+    failure = diagnosed(RuntimeError("token abc of a private file"), stage)
     assert failure.code is FALLBACKS[stage]
     assert failure.message == (
         "failed unexpectedly (RuntimeError); the server's log has more"
