@@ -20,8 +20,8 @@ from kiln_core.artifact import Artifact, manifest_pieces
 from kiln_core.canonical import (
     JsonValue,
     Sha256,
-    compact,
     digest_json,
+    encoded_again,
     first_difference,
     pretty,
 )
@@ -277,7 +277,8 @@ def assemble_group(
         prompt_token_ids=UNSET if ids is None else ids,
     )
     return CollectedGroup(
-        line=compact(group) + b"\n",
+        # its parts were checked when they came, and every return is finite
+        line=encoded_again(group) + b"\n",
         replay=ReplayGroup(
             group_index=setting.group_index,
             environment_index=setting.environment_index,

@@ -20,6 +20,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -81,6 +82,9 @@ TOO_DEEP: Final = b"\n" + b"  " * (limits.MAX_ARTIFACT_DEPTH + 1)
 DEEP: Final = b"  " * 48
 """A part of it that few documents have, and that is faster to look for."""
 
+
+WHITE: Final = b" \t\n\r"
+"""White space of JSON (RFC 8259 section 2)."""
 
 _records = msgspec.json.Encoder()
 _values = msgspec.json.Encoder(order="sorted")
@@ -242,10 +246,36 @@ def read_json(
     try:
         raw = data.encode() if isinstance(data, str) else data
         value = msgspec.json.decode(raw)
-        # what a writer gives back byte for byte holds no key twice
-        if _records.encode(value) != raw:
+        own = _records.encode(value) == raw
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
+    return _strict(value, raw, what, max_depth, own=own)
+
+
+def _strict(
+    value: JsonValue,
+    raw: bytes,
+    what: str,
+    max_depth: int = limits.MAX_JSON_DEPTH,
+    *,
+    own: bool,
+) -> JsonValue:
+    """Return a decoded document in which no key comes twice and nothing is too deep.
+
+    Args:
+        value: The document, decoded.
+        raw: Its bytes.
+        what: Names it in the error.
+        max_depth: Objects and arrays that may stand in each other.
+        own: Whether a writer gave it back byte for byte: then no key came twice.
+
+    Raises:
+        MalformedJson: It is not strict.
+    """
+    try:
+        if not own:
             _keys_only.decode(raw.decode())
-    except (msgspec.DecodeError, UnicodeError, ValueError, RecursionError) as error:
+    except (UnicodeError, ValueError, RecursionError) as error:
         raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
     if may_nest_deeper(raw, max_depth) and nests_deeper(value, max_depth):
         raise MalformedJson(
@@ -266,10 +296,9 @@ def canonical_of(text: str, what: str) -> tuple[JsonValue, bytes]:
         data = _values.encode(value)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise MalformedJson(f"{what} is not strict JSON: {_reason(error)}") from error
-    # most replies are canonical already, which no key twice and no white space is
-    if data != raw or may_nest_deeper(raw, limits.MAX_JSON_DEPTH):
-        value = read_json(raw, what)
-    return value, data
+    # most replies are canonical but for white space, in which no key comes twice
+    own = data == raw or (b" " not in data and raw.translate(None, WHITE) == data)
+    return _strict(value, raw, what, own=own), data
 
 
 def read_record(
@@ -404,14 +433,20 @@ def _encode(encoder: msgspec.json.Encoder, value: Any) -> bytes:
         raise InvalidRecord(f"value has no JSON form: {_reason(error)}") from error
     # msgspec writes NaN and infinities as null: only a value that seems to hold a null
     # can be affected, so the second pass is skipped for all others.
-    if b"null" in data and _has_non_finite(value):
+    if b"null" in data and _has_non_finite(value, data):
         raise InvalidRecord("value holds a number that is not finite")
     return data
 
 
-def _has_non_finite(value: Any) -> bool:
+def _has_non_finite(value: Any, data: bytes) -> bool:
+    """Say whether a number of a value became a null in its encoding."""
+    plain = msgspec.to_builtins(value)
+    # where nothing became another value, nothing became null, and that is quick to see
+    with suppress(msgspec.DecodeError):
+        if msgspec.json.decode(data) == plain:
+            return False
     try:
-        _finite_only.encode(msgspec.to_builtins(value))
+        _finite_only.encode(plain)
     except ValueError:
         return True
     return False

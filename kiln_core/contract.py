@@ -245,12 +245,12 @@ def check_same_policy(
     Raises:
         PolicyDrift: A field differs; ``details["changed"]`` names each.
     """
-    changed = [
-        name
-        for name in BehaviorPolicyIdentity.__struct_fields__
-        if getattr(agreed, name) != getattr(seen, name)
-    ]
-    if changed:
+    if agreed != seen:
+        changed = [
+            name
+            for name in BehaviorPolicyIdentity.__struct_fields__
+            if getattr(agreed, name) != getattr(seen, name)
+        ]
         raise PolicyDrift(
             f"the policy changed while collecting: {', '.join(changed)}",
             changed=changed,

@@ -47,7 +47,6 @@ from kiln_core.prompt import (
     error_text,
     initial_messages,
     observation_text,
-    segment_messages,
 )
 from kiln_core.records import ChatMessage, EpisodeTermination, TurnSegment
 from kiln_core.session import (
@@ -232,7 +231,7 @@ class _Recorder:
     def _add_segment(self, segment: TurnSegment, what: str) -> None:
         self.retain(encoded_again(segment), what)
         self.trajectory.append(segment)
-        self.messages += segment_messages([segment])
+        self.messages.append(ChatMessage(role=segment.role, content=segment.content))
 
     def total_return(self) -> float:
         """Return the episode's return.

@@ -77,10 +77,13 @@ class ScriptedPolicy:
         replies = self.turns[turn % len(self.turns)]
         # The seed's high bits differ between candidates, its low ones often do not.
         content = replies[(request.seed >> 32 ^ request.seed) % len(replies)]
+        # a script has no tokens; what is new to it, in characters, stands for them
+        new = request.messages[-1 if turn else 0 :]
+        read = sum(len(message.content) for message in new)
         return PolicyReply(
             content=content,
             reasoning=self.reasoning if request.thinking else None,
-            total_tokens=sum(len(m.content) for m in request.messages) + len(content),
+            total_tokens=read + len(content),
             latency_ms=0.0,
             behavior_policy=self.identity,
         )

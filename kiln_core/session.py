@@ -68,6 +68,9 @@ class SessionState(Enum):
     """We ended it."""
     POISONED = "poisoned"
 
+    __hash__ = object.__hash__
+    """By identity, which needs no call into Python; the tables are asked each step."""
+
 
 class Reset(msgspec.Struct, frozen=True):
     """Start an episode."""

@@ -26,7 +26,7 @@ from kiln_core.bundle import (
     derive_bundle,
     project_candidate,
 )
-from kiln_core.canonical import JsonValue, canonical_bytes, compact
+from kiln_core.canonical import JsonValue, canonical_bytes, encoded_again
 from kiln_core.contract import (
     OpenEnvTrainingContract,
     check_policy_adapter,
@@ -359,8 +359,7 @@ class _Collection:
             attempt=attempt,
             capacity_retries=retries,
         )
-        size_bytes = len(compact(candidate.rollout)) + len(compact(candidate.replay))
-        lease.settle(size_bytes, "a candidate")
+        lease.settle(_size_bytes(candidate.rollout, candidate.replay), "a candidate")
         return candidate, lease
 
     def _again(self, error: KilnError, attempts: int) -> bool:
@@ -460,10 +459,14 @@ class _Collection:
         running.finished.clear()
         self.dataset.reserve(len(group.line))
         self.budget.charge(
-            len(group.line) + len(compact(group.replay)) + len(compact(group.records)),
-            "a group",
+            len(group.line) + _size_bytes(group.replay, group.records), "a group"
         )
         return group
+
+
+def _size_bytes(*records: object) -> int:
+    """Return what records take, whose parts were checked when they came."""
+    return sum(len(encoded_again(record)) for record in records)
 
 
 def select_training(

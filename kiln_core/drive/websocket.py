@@ -8,10 +8,12 @@ which expect application traffic keep the session.
 
 from __future__ import annotations
 
+import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from select import POLLIN, poll
-from socket import SHUT_RDWR
+from socket import SHUT_RDWR, socket
 from typing import NamedTuple, TypeVar
 
 import aiohttp
@@ -114,12 +116,23 @@ class EnvironmentSession:
         self._times = times
         self._where = where
         self._answer: Event | None = None
-        self._arrived = anyio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._arrived = self._loop.create_future()
+        """Done once the exchange under way has its answer, or can have none."""
+        self._sending = False
+        self._just_answered = False
+        """Whether the event loop has read nothing since the last answer was taken."""
         self._pending = poll()
         if self._raw_socket is not None:
             self._pending.register(self._raw_socket.fileno(), POLLIN)
-        self._thinking: anyio.CancelScope | None = None
-        """Around the policy's call while it is awaited."""
+        self.scope = anyio.CancelScope()
+        """Around all that is done in the session; ends a policy that still thinks."""
+        self._thinking = False
+        self._deadline = 0.0
+        """When the exchange under way must have its answer."""
+        self._clock: asyncio.Handle = self._loop.call_later(
+            times.exchange_seconds, self._expire
+        )
         self._due = 0.0
         """When the state is read next, if the policy still thinks then."""
         self._refresh: _Refresh | None = None
@@ -142,17 +155,16 @@ class EnvironmentSession:
         return await self._exchange(command)
 
     async def _exchange(self, command: Command) -> Event:
-        # A frame that is here already was not sent in answer to this command.
-        await _turns(SETTLE_TURNS if self._pending.poll(0) else TAKEN_TURNS)
+        await self._settle()
         early = self._early_answer(command)
         if early is not None:
             return early
         frame = self._machine.send(command)
-        self._answer, self._arrived = None, anyio.Event()
+        self._answer, self._arrived = None, self._loop.create_future()
+        self._deadline = self._loop.time() + self._times.exchange_seconds
         try:
-            with anyio.move_on_after(self._times.exchange_seconds):
-                await self._send(frame)
-                await self._arrived.wait()
+            await self._send(frame)
+            await self._arrived
         finally:
             if self._machine.awaiting:
                 self._machine.poisoned(self._unanswered())
@@ -160,6 +172,41 @@ class EnvironmentSession:
         if answer is None:
             raise self._machine.poisoned(self._unanswered())
         return answer
+
+    async def _settle(self) -> None:
+        """Let frames reach the machine that cannot be answers to the next command."""
+        if self._machine.over:
+            return
+        if self._pending.poll(0):
+            await _turns(SETTLE_TURNS)
+        elif not self._just_answered:
+            await _turns(TAKEN_TURNS)
+
+    def _expire(self, turns: int = SETTLE_TURNS) -> None:
+        """End an exchange whose time is over, though the peer may not even read.
+
+        One timer for the session: no exchange that begins later than it was set has a
+        deadline before it goes off, and a timer for every step would be much of one.
+        """
+        now = self._loop.time()
+        due = now + self._times.exchange_seconds
+        if self._machine.awaiting:
+            due = self._deadline
+        if now < due:
+            self._clock = self._loop.call_at(due, self._expire)
+            return
+        if turns:
+            # an answer that came while the loop was blocked is not late
+            self._clock = self._loop.call_soon(self._expire, turns - 1)
+            return
+        self._machine.poisoned(self._unanswered())
+        self._wake()
+        if self._sending:
+            self._shut_down()
+
+    def _wake(self) -> None:
+        if not self._arrived.done():
+            self._arrived.set_result(None)
 
     def _received(self) -> Event | None:
         return self._answer
@@ -176,36 +223,48 @@ class EnvironmentSession:
         """
         if self._machine.poison is not None:
             raise self._machine.poison
-        result: list[T] = []
-        self._due = anyio.current_time() + self._times.keepalive_seconds
+        self._due = self._loop.time() + self._times.keepalive_seconds
+        self._thinking = True
         try:
-            with anyio.CancelScope() as self._thinking:
-                result.append(await call())
+            result = await call()
+            if self._refresh is not None:
+                await self._refresh.done.wait()
         except BaseException:
             if self._refresh is not None:
                 self._refresh.scope.cancel()
+            if self.scope.cancel_called:
+                raise self.failure from None
             raise
         finally:
-            self._thinking = None
-        if self._refresh is not None:
-            await self._refresh.done.wait()
+            self._thinking = False
+        if self._failure or self._machine.poison:
+            raise self.failure
+        return result
+
+    @property
+    def failure(self) -> KilnError:
+        """Why the session is over."""
         failure = self._failure or self._machine.poison
-        if failure is not None:
-            raise failure
-        return result[0]
+        assert failure is not None  # noqa: S101 - asked only then
+        return failure
+
+    def _interrupt(self) -> None:
+        """End the policy's call; all that is awaited in the session ends with it."""
+        if self._thinking:
+            self.scope.cancel()
 
     async def keep_alive(self) -> None:
         """Read the state while the policy thinks; runs as a task of its own."""
         interval = self._times.keepalive_seconds
         while self._failure is None:
             rest = interval / IDLE_SHARE
-            if self._thinking is not None:
-                rest = self._due - anyio.current_time()
+            if self._thinking:
+                rest = self._due - self._loop.time()
             if rest > 0:
                 await anyio.sleep(rest)
                 continue
             await self._read_state()
-            self._due = anyio.current_time() + interval
+            self._due = self._loop.time() + interval
 
     async def _read_state(self) -> None:
         self._refresh = _Refresh(anyio.CancelScope(), anyio.Event())
@@ -214,24 +273,32 @@ class EnvironmentSession:
                 await self._exchange(ReadState())
         except KilnError as failure:
             self._failure = failure
-            if self._thinking is not None:
-                self._thinking.cancel()
+            self._interrupt()
         finally:
             self._refresh.done.set()
             self._refresh = None
 
     async def close(self) -> None:
         """Say goodbye and close; best effort, bounded, never raises."""
+        self._clock.cancel()
         with anyio.move_on_after(CLOSE_SECONDS, shield=True) as scope:
             # a boundary: whatever fails here fails for a session that is over
             with suppress(Exception):
                 if self._machine.state in {SessionState.READY, SessionState.FRESH}:
                     await self._socket.send_str(self._machine.send(Close()))
                 await self._socket.close()
-        if scope.cancelled_caught and self._raw_socket is not None:
-            # A peer that reads nothing would keep unsent bytes, and so the socket.
-            with suppress(OSError):
-                self._raw_socket.shutdown(SHUT_RDWR)
+        if scope.cancelled_caught:
+            self._shut_down()
+
+    def _shut_down(self) -> None:
+        """Give the socket up: a peer that reads nothing would keep unsent bytes."""
+        if self._raw_socket is None:
+            return
+        # event loops wrap the socket, and not all wrappers can shut down
+        with suppress(OSError):
+            descriptor = os.dup(self._raw_socket.fileno())
+            with socket(fileno=descriptor) as again:
+                again.shutdown(SHUT_RDWR)
 
     async def read(self) -> None:
         """Receive frames until the socket ends; runs as a task of its own."""
@@ -245,9 +312,9 @@ class EnvironmentSession:
                 # what receive() raises when it cannot write a pong any more
                 self._machine.poisoned(self._lost("closed the connection"))
                 break
-        self._arrived.set()
-        if self._machine.poison is not None and self._thinking is not None:
-            self._thinking.cancel()
+        self._wake()
+        if self._machine.poison is not None:
+            self._interrupt()
 
     def _early_answer(self, command: Command) -> Event | None:
         if self._machine.poison is not None:
@@ -266,25 +333,35 @@ class EnvironmentSession:
         return self._answer
 
     async def _send(self, frame: str) -> None:
+        self._sending = True
         try:
             await self._socket.send_str(frame)
         except (aiohttp.ClientError, ConnectionError, OSError) as error:
             # The server may have said why before it closed: read that first.
             with anyio.move_on_after(DRAIN_SECONDS):
-                await self._arrived.wait()
+                await self._arrived
             if self._answer is None:
                 raise self._machine.poisoned(
                     self._lost("closed the connection")
                 ) from error
+        finally:
+            self._sending = False
 
     def _take(self, message: aiohttp.WSMessage) -> None:
         if message.type is aiohttp.WSMsgType.TEXT:
             self._answer = self._machine.receive(message.data)
-            self._arrived.set()
+            self._wake()
+            # Whoever waits for the answer runs before this callback does, and the
+            # loop reads from the socket after both.
+            self._just_answered = True
+            self._loop.call_soon(self._settled)
         elif message.type is aiohttp.WSMsgType.BINARY:
             raise self._machine.poisoned(binary_frame())
         else:
             self._take_end(message)
+
+    def _settled(self) -> None:
+        self._just_answered = False
 
     def _take_end(self, message: aiohttp.WSMessage) -> None:
         code = self._socket.close_code
@@ -348,10 +425,13 @@ async def open_session(
             group.start_soon(session.read)
             group.start_soon(session.keep_alive)
             try:
-                yield session
+                with session.scope:
+                    yield session
             finally:
                 await session.close()
                 group.cancel_scope.cancel()
+        if session.scope.cancelled_caught:
+            raise session.failure
     finally:
         with anyio.move_on_after(CLOSE_SECONDS, shield=True), suppress(Exception):
             await socket.close()
