@@ -19,13 +19,16 @@ import anyio
 
 from benchmarks.harness import Result, Target, installed, interleaved, result
 from kiln_core.drive.collect import CollectionRequest, EnvironmentTarget, collect
+from kiln_core.drive.concurrency import run
 from kiln_core.plan import CollectionControls
 from kiln_core.scripted import ScriptedPolicy
 
 STEPS: Final = 68
 """Of an episode: three additions, then refusals until the budget of errors ends."""
-EPISODES: Final = {1: 8, 32: 2}
+EPISODES: Final = {1: 16, 32: 4}
 """Per session, by sessions at a time: enough that discovery does not weigh."""
+ROUNDS: Final = 11
+"""Many, since what else a machine does weighs on short messages most."""
 SERVE: Final = ("examples.environments", "serve", "counter", "--port", "0")
 BAD: Final = '{"amount": 0}'
 """Refused by the counter with a recoverable error, so an episode can be long."""
@@ -62,7 +65,7 @@ def counter_server() -> Iterator[str]:
 
 def _at(url: str, sessions: int) -> Iterator[Result]:
     def ours() -> float:
-        return anyio.run(play_kiln, url, sessions)
+        return run(play_kiln, url, sessions)
 
     for name, title, play, bar, goal in (
         ("sdk", "the SDK's async client", _sdk, 1.0, 1.0),
@@ -71,7 +74,7 @@ def _at(url: str, sessions: int) -> Iterator[Result]:
         yield result(
             f"environment_steps_{sessions}_{name}",
             "steps/s",
-            interleaved(ours, partial(anyio.run, play, url, sessions)),
+            interleaved(ours, partial(anyio.run, play, url, sessions), ROUNDS),
             title,
             Target(bar=bar, goal=goal),
             LIBRARIES,

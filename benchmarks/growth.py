@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-import anyio
-
 from benchmarks.environment_steps import counter_server, play_kiln
 from benchmarks.harness import ROUNDS, Result, Samples, Target, result
 from benchmarks.made_bundle import SHAPES, made_bundle
+from kiln_core.drive.concurrency import run
 from kiln_core.verify import BundleBytes, verify_bundle
 
 MIB: Final = 2**20
@@ -38,9 +37,7 @@ def measure() -> Iterator[Result]:
         yield _exponent(
             "growth_collection",
             [float(groups) for groups in GROUPS],
-            lambda index: _seconds(
-                lambda: anyio.run(play_kiln, url, 4, GROUPS[index], 8)
-            ),
+            lambda index: _seconds(lambda: run(play_kiln, url, 4, GROUPS[index], 8)),
         )
 
 

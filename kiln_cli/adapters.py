@@ -40,9 +40,9 @@ def adapters() -> None:
 @json_option
 def list_(*, url: str, as_json: bool) -> None:
     """List adapter folders, loaded or not."""
-    import anyio
+    from kiln_core.drive.concurrency import run
 
-    answer = anyio.run(_request, url, "/v1/adapters", None, AdapterList)
+    answer = run(_request, url, "/v1/adapters", None, AdapterList)
     if as_json:
         document(answer)
         return
@@ -59,9 +59,9 @@ def list_(*, url: str, as_json: bool) -> None:
 @json_option
 def load(*, name: str, url: str, as_json: bool) -> None:
     """Serve the adapter NAME."""
-    import anyio
+    from kiln_core.drive.concurrency import run
 
-    answer = anyio.run(_request, url, "/v1/adapters/load", name, AdapterInfo)
+    answer = run(_request, url, "/v1/adapters/load", name, AdapterInfo)
     if as_json:
         document(answer)
     else:
@@ -74,9 +74,9 @@ def load(*, name: str, url: str, as_json: bool) -> None:
 @json_option
 def unload(*, name: str, url: str, as_json: bool) -> None:
     """Stop serving the adapter NAME; its folder stays."""
-    import anyio
+    from kiln_core.drive.concurrency import run
 
-    answer = anyio.run(_request, url, "/v1/adapters/unload", name, Unloaded)
+    answer = run(_request, url, "/v1/adapters/unload", name, Unloaded)
     if as_json:
         document(answer)
     else:

@@ -108,8 +108,7 @@ def evaluate(*, as_json: bool, **flags: Any) -> None:
     candidate passed the gate or none was set, 1 when it was rejected or the evidence is
     inconclusive.
     """
-    import anyio
-
+    from kiln_core.drive.concurrency import run
     from kiln_core.drive.files import publish_file
 
     config = _config(flags)
@@ -124,7 +123,7 @@ def evaluate(*, as_json: bool, **flags: Any) -> None:
     if not as_json:
         _announce(config)
     with progress(as_json=as_json) as observer:
-        bundles = anyio.run(_both, flags, requests, receipt_path, observer)
+        bundles = run(_both, flags, requests, receipt_path, observer)
     receipt = _receipt(config, bundles)
     publish_file(receipt_path, pretty(receipt), force=flags["force"])
     if as_json:

@@ -63,11 +63,11 @@ def grpo(*, as_json: bool, **flags: Any) -> None:
     without a gradient are left out as 'kiln openenv train' does; what such a run could
     not submit can be submitted with this command later.
     """
-    import anyio
+    from kiln_core.drive.concurrency import run
 
     request = _request(flags)
     with progress(as_json=as_json) as observer:
-        response, job = anyio.run(_submitted, flags, request, observer)
+        response, job = run(_submitted, flags, request, observer)
     if job is not None:
         require_success(job)
     if as_json:

@@ -46,9 +46,9 @@ Examples:
 @json_option
 def health(*, url: str, wait_seconds: int, as_json: bool) -> None:
     """Say whether a server is ready; exit 2 when it is not."""
-    import anyio
+    from kiln_core.drive.concurrency import run
 
-    answer, known = anyio.run(_health, url, wait_seconds)
+    answer, known = run(_health, url, wait_seconds)
     if as_json:
         document(answer)
         return

@@ -33,11 +33,10 @@ Examples:
 @json_option
 def inspect(*, as_json: bool, **flags: Any) -> None:
     """Show identity, schemas and digests of environments."""
-    import anyio
-
     from kiln_core.actions import ActionSchema
+    from kiln_core.drive.concurrency import run
 
-    found = anyio.run(_inspect, flags)
+    found = run(_inspect, flags)
     for inspection in found:
         ActionSchema(inspection.schema.action)  # one that cannot be used is said now
     if as_json:

@@ -36,14 +36,14 @@ Examples:
 @json_option
 def status(*, job_id: str | None, follow: bool, url: str, as_json: bool) -> None:
     """Show training jobs, newest first; exit 1 when the asked one failed."""
-    import anyio
+    from kiln_core.drive.concurrency import run
 
     if job_id is None and not follow:
-        _show_queue(anyio.run(_queue, url), as_json=as_json)
+        _show_queue(run(_queue, url), as_json=as_json)
         return
     job_id = _checked(job_id)
     with progress(as_json=as_json) as observer:
-        detail = anyio.run(_job, url, job_id, observer if follow else None)
+        detail = run(_job, url, job_id, observer if follow else None)
     if not as_json:
         say(_line(detail.status))
     require_success(detail)

@@ -75,15 +75,14 @@ def replay(*, as_json: bool, **flags: Any) -> None:
     The bundle is verified offline first. Then discovery, reset observations, every
     answer with its JSON types, and final states must be exactly as captured.
     """
-    import anyio
-
+    from kiln_core.drive.concurrency import run
     from kiln_core.drive.files import check_target, publish_file
     from kiln_core.drive.replay import require_no_drift
 
     if flags["report"] is not None:
         check_target(flags["report"], force=flags["force"])
     with progress(as_json=as_json) as observer:
-        outcome = anyio.run(_replay, flags, observer)
+        outcome = run(_replay, flags, observer)
     if flags["report"] is not None:
         publish_file(flags["report"], pretty(outcome), force=flags["force"])
     require_no_drift(outcome)

@@ -57,14 +57,13 @@ Examples:
 @json_option
 def rollout(*, as_json: bool, **flags: Any) -> None:
     """Collect groups of rollouts and publish them as a bundle of three files."""
-    import anyio
-
+    from kiln_core.drive.concurrency import run
     from kiln_core.drive.files import check_outputs
 
     request = collection_request(flags, bundle_paths(flags), flags["adapter"])
     check_outputs(request.paths, force=flags["force"])
     with progress(as_json=as_json) as observer:
-        bundle = anyio.run(_rollout, flags, request, observer)
+        bundle = run(_rollout, flags, request, observer)
     if as_json:
         document(bundle.summary)
         return

@@ -70,11 +70,11 @@ def tasks(*, as_json: bool, **flags: Any) -> None:
     Rows are shown and nothing else: no rollout reads them. What a session plays is
     decided by its reset options and seed.
     """
-    import anyio
+    from kiln_core.drive.concurrency import run
 
     names = ("environment_name", "split", "start", "limit")
     selection = task_selection(**{name: flags[name] for name in names})
-    report = anyio.run(_tasks, flags, selection)
+    report = run(_tasks, flags, selection)
     if as_json:
         document(report)
         return

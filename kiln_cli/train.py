@@ -111,8 +111,7 @@ def train(*, as_json: bool, **flags: Any) -> None:
     and writes no file. Groups whose rewards are equal carry no gradient and are not
     submitted; the bundle keeps them.
     """
-    import anyio
-
+    from kiln_core.drive.concurrency import run
     from kiln_core.drive.files import check_outputs
 
     preflight = _preflight_request(flags)
@@ -124,7 +123,7 @@ def train(*, as_json: bool, **flags: Any) -> None:
     with left.told(), progress(as_json=as_json) as observer:
         for warning in _overruled(preflight.training_config, config):
             observer.warning(warning)
-        bundle, job = anyio.run(_train, flags, preflight, request, observer, left)
+        bundle, job = run(_train, flags, preflight, request, observer, left)
     if not as_json:
         _show(bundle, job)
     if job is not None:

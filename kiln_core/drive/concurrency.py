@@ -1,4 +1,4 @@
-"""Task groups that raise what happened, not a group of it.
+"""The event loop, and task groups that raise what happened, not a group of it.
 
 anyio wraps every exception that leaves a task group. Callers of Kiln catch one typed
 error, so a group is collapsed to the leaf that matters: an interrupt before an error of
@@ -7,15 +7,30 @@ ours before any other, and the first of several.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar, TypeVarTuple
 
 import anyio
 from anyio.abc import TaskGroup
 
 from kiln_core.errors import KilnError
 
-__all__ = ["task_group"]
+__all__ = ["run", "task_group"]
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+def run(function: Callable[[*Ts], Awaitable[T]], *arguments: *Ts) -> T:
+    """Run an asynchronous function to its end, on uvloop where that exists.
+
+    A step of an environment is a small message there and back, of which asyncio's own
+    loop is a large part.
+    """
+    options = {"use_uvloop": sys.platform != "win32"}
+    return anyio.run(function, *arguments, backend_options=options)
 
 
 @asynccontextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import gc
 import hashlib
+import os
 import time
 import traceback
 import zlib
-from asyncio import selector_events
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from socket import AF_INET, socket
 
 import anyio
 import anyio.lowlevel
@@ -77,6 +77,12 @@ QUICK = SessionTimes(exchange_seconds=0.5)
 RESET = Reset({"seed": 1})
 ONE = Step({"amount": 1})
 STATE = ReadState()
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Both event loops that sessions run on."""
+    return "asyncio", {"use_uvloop": request.param}
 
 
 @asynccontextmanager
@@ -434,16 +440,15 @@ async def test_peer_that_never_reads_is_left_in_time() -> None:
         assert not connections_to(server.url)
 
 
-def connections_to(url: str) -> list[str]:
-    """Return the client connections of this process that are open, unsent bytes too."""
+def connections_to(url: str) -> list[int]:
+    """Return the descriptors of this process that are connected to a server."""
     port = int(url.rpartition(":")[2])
-    transports = [
-        found
-        for found in gc.get_objects()
-        if isinstance(found, selector_events._SelectorSocketTransport)
-    ]
-    peers = [(found, found.get_extra_info("peername")) for found in transports]
-    return [repr(t) for t, peer in peers if t._sock and peer and peer[1] == port]
+    found = []
+    for descriptor in range(3, 256):
+        with suppress(OSError), socket(fileno=os.dup(descriptor)) as peer:
+            if peer.family == AF_INET and peer.getpeername()[1] == port:
+                found.append(descriptor)
+    return found
 
 
 # While the policy thinks
