@@ -19,7 +19,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Final, TypeAlias, TypeVar
 
 import msgspec
@@ -165,8 +165,23 @@ def decoded_bytes(value: JsonValue) -> bytes:
     Raises:
         InvalidRecord: It nests too deep to be encoded.
     """
+    return lines_again([value], free=True)[0]
+
+
+def lines_again(values: Sequence[Any], *, free: bool) -> list[bytes]:
+    """Encode several values that were decoded, in one pass.
+
+    Args:
+        values: Records, or free JSON.
+        free: Whether keys are sorted, as `decoded_bytes` does.
+
+    Raises:
+        InvalidRecord: One nests too deep to be encoded.
+    """
+    encoder = _values if free else _records
     try:
-        return _values.encode(value)
+        # strings hold no line break, it is escaped
+        return encoder.encode_lines(values).splitlines()
     except RecursionError as error:
         raise InvalidRecord("value nests too deep") from error
 
