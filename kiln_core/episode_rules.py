@@ -113,17 +113,14 @@ def _ends(
 def _check_ending(
     candidate: ReplayCandidate, summary: OpenEnvRolloutSummary, at: str, fail: Fail
 ) -> None:
-    ending = _ending(candidate, summary)
-    allowed = {ending}
     # An invalid reply leaves no exchange, so it looks like an episode cut short.
-    if ending is None:
-        allowed = {INVALID_MODEL_ACTION}
-    if candidate.termination not in allowed:
+    ending = _ending(candidate, summary) or INVALID_MODEL_ACTION
+    if candidate.termination is not ending:
         fail(
             "replay_episode",
             f"{at}/termination",
             "the exchanges end otherwise",
-            sorted(str(e.value) for e in allowed if e),
+            [ending.value],
             candidate.termination.value,
         )
     done = candidate.termination is DONE

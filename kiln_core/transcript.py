@@ -86,12 +86,9 @@ class RolloutSetting:
             "reset_sha256": reset_sha256,
             "seed": seed,
         }
-        shared = {"schema": ROLLOUT_SCHEMA, **_present(self.provenance)}
+        shared = {"schema": ROLLOUT_SCHEMA, **self.provenance}
+        shared = {name: value for name, value in shared.items() if value is not UNSET}
         self.opening = encoded_again(shared)[:-1]
-
-
-def _present(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if value is not UNSET}
 
 
 def check_rollouts(
@@ -117,8 +114,8 @@ def check_rollouts(
         at = f"/completions/{index}"
         if not derived:
             _check_provenance(rollout, candidate, setting, at, fail)
+        _check_length(rollout.segments, candidate, at, fail)
         place = f"{at}/trajectory"
-        _check_length(rollout.segments, candidate, place, fail)
         if not (collected or _are_as_collected([rollout], [candidate], setting)):
             _check_turns(rollout.segments, candidate.exchanges, setting, place, fail)
         if candidate.termination is INVALID_MODEL_ACTION:
@@ -148,7 +145,10 @@ def _are_derived(
     found = [one.openenv for one in rollouts if one.provenance is UNSET]
     if len(found) != len(rollouts) or UNSET in found:
         return False
-    own = [_present(_own_provenance(candidate)) for candidate in candidates]
+    own = [_own_provenance(candidate) for candidate in candidates]
+    for members in own:
+        if members["protocol_error_code"] is UNSET:
+            del members["protocol_error_code"]
     opening = setting.opening + b","
     return lines_again(found, free=False) == [
         opening + line[1:] for line in lines_again(own, free=False)
@@ -214,7 +214,7 @@ def _check_length(
     if len(segments) != expected:
         fail(
             "dataset_trajectory",
-            at,
+            f"{at}/trajectory",
             "the manifest has another number of turns",
             expected,
             len(segments),
@@ -351,18 +351,16 @@ def _check_role(
     segment: TurnSegment, kind: str, at: str, index: int, fail: Fail
 ) -> None:
     role = ROLES[kind]
-    right = segment.role == role and segment.kind == kind
-    if not (right and segment.tool_call_id is UNSET):
-        for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
-            found = getattr(segment, name)
-            if found != expected:
-                fail(
-                    "dataset_trajectory",
-                    f"{at}/{index}/{name}",
-                    "a turn of an episode has another",
-                    expected,
-                    found,
-                )
+    for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
+        found = getattr(segment, name)
+        if found != expected:
+            fail(
+                "dataset_trajectory",
+                f"{at}/{index}/{name}",
+                "a turn of an episode has another",
+                expected,
+                found,
+            )
     if kind == "action":
         _check_warning(segment, UNSET, at, index, fail)
 
