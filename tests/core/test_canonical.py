@@ -26,6 +26,7 @@ from kiln_core.canonical import (
     encoded_again,
     escape_token,
     first_difference,
+    lines_again,
     nests_deeper,
     pretty,
     printable,
@@ -488,3 +489,15 @@ def test_hostile_documents_are_refused_quickly() -> None:
     with pytest.raises(MalformedJson):
         read_json("{" + keys + ',"7":1}', "x")
     assert time.process_time() - started < 20
+
+
+def test_lines_are_what_each_value_is_encoded_as() -> None:
+    values = [{"b": "\n\r\u2028", "a": 1.0}, [], "x", None]
+    assert lines_again(values, free=True) == [canonical_bytes(one) for one in values]
+    assert lines_again(values, free=False) == [encoded_again(one) for one in values]
+    assert lines_again([], free=True) == []
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(InvalidRecord, match="too deep"):
+        lines_again([deep], free=False)
