@@ -8,7 +8,7 @@ action the schema refuses is never sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
 from jsonschema_rs import RegexOptions, ValidationError, validator_for
@@ -20,10 +20,10 @@ from kiln_core.canonical import (
     canonical_of,
     decoded_json,
     digest_json,
-    escape_token,
     nests_deeper,
     sorted_json,
 )
+from kiln_core.difference import escape_token
 from kiln_core.errors import InvalidActionSchema, InvalidRecord, MalformedJson
 from kiln_core.schema_cost import SchemaCost
 
@@ -94,8 +94,9 @@ class ActionSchema:
         Raises:
             InvalidAction: The schema refuses it, or checking it would cost too much.
         """
-        shallow = size_bytes is not None and size_bytes <= 2 * limits.MAX_ACTION_DEPTH
-        if not shallow and nests_deeper(action, limits.MAX_ACTION_DEPTH):
+        if not _is_shallow(size_bytes) and nests_deeper(
+            action, limits.MAX_ACTION_DEPTH
+        ):
             raise InvalidAction(SCHEMA_FAILED, "the action nests too deep")
         work = self._cost.work(action, limits.MAX_ACTION_WORK, size_bytes)
         if work > limits.MAX_ACTION_WORK:
@@ -108,6 +109,24 @@ class ActionSchema:
             cheap = work <= limits.MAX_DIAGNOSED_WORK
             raise InvalidAction(SCHEMA_FAILED, self._diagnosis(action, cheap=cheap))
 
+    def accepts_all(
+        self, actions: Sequence[dict[str, JsonValue]], longest_bytes: int
+    ) -> bool:
+        """Say whether `check` takes every action.
+
+        Args:
+            actions: The actions.
+            longest_bytes: Length of the longest's JSON.
+        """
+        if _is_shallow(longest_bytes) and self._cost.is_small(longest_bytes):
+            return all(map(self._validator.is_valid, actions))
+        try:
+            for action in actions:
+                self.check(action)
+        except InvalidAction:
+            return False
+        return True
+
     def _diagnosis(self, action: dict[str, JsonValue], *, cheap: bool) -> str:
         if not cheap:
             return "the action does not satisfy the action schema"
@@ -118,6 +137,11 @@ class ActionSchema:
                 break
             issues.append(_issue(error))
         return "; ".join(issues)
+
+
+def _is_shallow(size_bytes: int | None) -> bool:
+    """Say whether JSON of so many bytes cannot nest too deep for an action."""
+    return size_bytes is not None and size_bytes <= 2 * limits.MAX_ACTION_DEPTH
 
 
 def split_reasoning(text: str, *, thinking: bool) -> str:

@@ -22,10 +22,10 @@ from kiln_core.canonical import (
     Sha256,
     digest_json,
     encoded_again,
-    first_difference,
     pretty,
 )
 from kiln_core.contract import OpenEnvTrainingContract
+from kiln_core.difference import first_difference
 from kiln_core.discovery import CLIENT_PROFILE, EnvironmentInspection
 from kiln_core.errors import EpisodeUnfit, PolicyDrift, UsageError
 from kiln_core.manifest import (

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import msgspec
 
-from kiln_core.canonical import JsonValue, differences
+from kiln_core.canonical import JsonValue
+from kiln_core.difference import differences
 from kiln_core.manifest import Observation, ReplayExchangeResult
 
 __all__ = [

@@ -27,7 +27,7 @@ from kiln_core.receipt import (
 )
 from kiln_core.records import AgenticGroup
 from kiln_core.selection import TrainingSelector, selector_for
-from kiln_core.transcript import RolloutSetting, check_rollout
+from kiln_core.transcript import RolloutSetting, check_rollouts
 
 __all__ = ["CrossCheck"]
 
@@ -181,13 +181,13 @@ class CrossCheck:
             reset_sha256=digest_json(captured.reset_payload),
             shared_prompt_tokens=0 if isinstance(shared, UnsetType) else len(shared),
         )
-        for index, (rollout, candidate) in enumerate(
-            zip(group.completions, captured.candidates, strict=True)
-        ):
-            check_rollout(rollout, candidate, setting, f"/completions/{index}", fail)
-            self.records.append(
-                rollout_record(captured.group_index, inspection, rollout, candidate)
+        check_rollouts(group.completions, captured.candidates, setting, fail)
+        self.records += [
+            rollout_record(captured.group_index, inspection, rollout, candidate)
+            for rollout, candidate in zip(
+                group.completions, captured.candidates, strict=True
             )
+        ]
         self._traces.add(environment, group, fail)
 
 

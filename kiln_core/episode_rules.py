@@ -19,11 +19,15 @@ from kiln_core.manifest import (
     episode_return,
 )
 from kiln_core.receipt import OpenEnvRolloutSummary
-from kiln_core.records import EpisodeTermination
+from kiln_core.records import (
+    DONE,
+    INVALID_MODEL_ACTION,
+    MAX_STEPS,
+    PROTOCOL_ERROR,
+    EpisodeTermination,
+)
 
 __all__ = ["Fail", "check_episode"]
-
-ENDING_WITH_ERROR = EpisodeTermination.PROTOCOL_ERROR
 
 
 class Fail(Protocol):
@@ -109,20 +113,17 @@ def _ends(
 def _check_ending(
     candidate: ReplayCandidate, summary: OpenEnvRolloutSummary, at: str, fail: Fail
 ) -> None:
-    ending = _ending(candidate, summary)
-    allowed = {ending}
     # An invalid reply leaves no exchange, so it looks like an episode cut short.
-    if ending is None:
-        allowed = {EpisodeTermination.INVALID_MODEL_ACTION}
-    if candidate.termination not in allowed:
+    ending = _ending(candidate, summary) or INVALID_MODEL_ACTION
+    if candidate.termination is not ending:
         fail(
             "replay_episode",
             f"{at}/termination",
             "the exchanges end otherwise",
-            sorted(str(e.value) for e in allowed if e),
+            [ending.value],
             candidate.termination.value,
         )
-    done = candidate.termination is EpisodeTermination.DONE
+    done = candidate.termination is DONE
     if candidate.terminal_done != done:
         fail(
             "replay_episode",
@@ -131,8 +132,8 @@ def _check_ending(
             done,
             candidate.terminal_done,
         )
-    ended_by_code = (
-        candidate.termination is ENDING_WITH_ERROR and not _recoverable_last(candidate)
+    ended_by_code = candidate.termination is PROTOCOL_ERROR and not _recoverable_last(
+        candidate
     )
     if (candidate.final_state is UNSET) != ended_by_code:
         fail(
@@ -152,11 +153,11 @@ def _ending(
         result = candidate.exchanges[-1].result
         if isinstance(result, ObservationResult):
             if result.observation.done:
-                return EpisodeTermination.DONE
+                return DONE
         elif not result.continued:
-            return ENDING_WITH_ERROR
+            return PROTOCOL_ERROR
     if len(candidate.exchanges) == summary.max_steps:
-        return EpisodeTermination.MAX_STEPS
+        return MAX_STEPS
     return None
 
 
@@ -183,9 +184,7 @@ def _check_totals(
     total = episode_return(
         [exchange.result for exchange in candidate.exchanges],
         summary.protocol_error_reward,
-        ended_invalid=(
-            candidate.termination is EpisodeTermination.INVALID_MODEL_ACTION
-        ),
+        ended_invalid=(candidate.termination is INVALID_MODEL_ACTION),
     )
     if not math.isfinite(total) or not same_json(total, candidate.episode_return):
         fail(

@@ -18,7 +18,8 @@ from typing import Annotated, Final, Literal, NoReturn
 from msgspec import UNSET, Meta, UnsetType
 
 from kiln_core import limits
-from kiln_core.canonical import Record, first_difference, same_json, total
+from kiln_core.canonical import Record, same_json, total
+from kiln_core.difference import first_difference
 from kiln_core.discovery import ensure_unchanged
 from kiln_core.errors import DriftError, UsageError
 from kiln_core.manifest import (

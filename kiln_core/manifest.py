@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
 from kiln_core import limits
 from kiln_core.canonical import (
@@ -21,7 +22,7 @@ from kiln_core.canonical import (
     Record,
     Sha256,
     decoded_bytes,
-    encoded_again,
+    lines_again,
 )
 from kiln_core.discovery import EnvironmentInspection
 from kiln_core.records import Count, EpisodeTermination, Seed
@@ -201,33 +202,42 @@ def episode_return(
     return total + protocol_error_reward if ended_invalid else total
 
 
-class _Wire(msgspec.Struct, kw_only=True):
+class _Wire(msgspec.Struct, kw_only=True, gc=False):
     """An observation of which the free JSON is encoded."""
 
-    observation: msgspec.Raw
+    observation: Raw
     reward: bool | int | float | None
     done: bool
-    metadata: msgspec.Raw | UnsetType
+    metadata: Raw | UnsetType
 
 
-def observation_bytes(observation: Observation) -> bytes:
-    """Encode a decoded observation with its free JSON in canonical order.
+def observation_lines(observations: Sequence[Observation]) -> list[bytes]:
+    """Encode decoded observations, each with its free JSON in canonical order.
 
     A manifest may come from a writer that keeps another order; what a policy reads of
     an observation must depend on its value alone.
     """
-    metadata = observation.metadata
+    values = lines_again([one.observation for one in observations], free=True)
     # encoded values are written as they are
-    return encoded_again(
-        _Wire(
-            observation=msgspec.Raw(decoded_bytes(observation.observation)),
-            reward=observation.reward,
-            done=observation.done,
-            metadata=(
-                UNSET if metadata is UNSET else msgspec.Raw(decoded_bytes(metadata))
-            ),
-        )
+    return lines_again(
+        [
+            _Wire(
+                observation=Raw(value),
+                reward=one.reward,
+                done=one.done,
+                metadata=(
+                    UNSET if one.metadata is UNSET else Raw(decoded_bytes(one.metadata))
+                ),
+            )
+            for value, one in zip(values, observations, strict=True)
+        ],
+        free=False,
     )
+
+
+def observation_bytes(observation: Observation) -> bytes:
+    """Encode one observation as `observation_lines` does."""
+    return observation_lines([observation])[0]
 
 
 def wire_observation(observation: Observation) -> dict[str, JsonValue]:

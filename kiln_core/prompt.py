@@ -6,14 +6,14 @@ is appended to ``SYSTEM_PROMPTS`` and old bundles go on verifying for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
 
 from kiln_core.canonical import JsonValue, canonical_bytes
 from kiln_core.discovery import EnvironmentInspection
-from kiln_core.manifest import Observation, ProtocolError, observation_bytes
+from kiln_core.manifest import Observation, ProtocolError, observation_lines
 from kiln_core.records import ChatMessage, TurnSegment
 
 __all__ = [
@@ -74,18 +74,35 @@ def first_messages(system: str, reset_observation: Observation) -> list[ChatMess
 
 
 def observation_text(observation: Observation, label: str = STEP_LABEL) -> str:
-    """Return an observation as the policy reads it.
+    """Return one observation as `observation_texts` does."""
+    return observation_texts([observation], label)[0]
+
+
+def observation_texts(
+    observations: Sequence[Observation], label: str = STEP_LABEL
+) -> list[str]:
+    """Return observations as the policy reads them.
 
     A non-blank ``input_text`` string in the observation is the decision prompt,
     verbatim and alone; otherwise a label and the complete wire observation.
     """
-    inner = observation.observation
-    if isinstance(inner, dict):
-        text = inner.get("input_text")
+    prompts = [_decision_prompt(one.observation) for one in observations]
+    others = [
+        one for one, prompt in zip(observations, prompts, strict=True) if prompt is None
+    ]
+    wires = iter(observation_lines(others))
+    head = f"{label} as JSON: observation, reward, done, optional metadata\n"
+    return [
+        head + next(wires).decode() if prompt is None else prompt for prompt in prompts
+    ]
+
+
+def _decision_prompt(observation: JsonValue) -> str | None:
+    if isinstance(observation, dict):
+        text = observation.get("input_text")
         if isinstance(text, str) and text.strip():
             return text
-    wire = observation_bytes(observation).decode()
-    return f"{label} as JSON: observation, reward, done, optional metadata\n{wire}"
+    return None
 
 
 def error_text(error: ProtocolError, *, continued: bool) -> str:

@@ -129,11 +129,7 @@ class SchemaCost:
             size_bytes: Length of its JSON, where known.
         """
         if self._once:
-            # a value of one unit takes a byte at least
-            if (
-                size_bytes is not None
-                and self._all_costs * size_bytes <= limits.MAX_DIAGNOSED_WORK
-            ):
+            if size_bytes is not None and self.is_small(size_bytes):
                 return self._all_costs * size_bytes
             bound = self._all_costs * _size_of(action)
             if bound <= limits.MAX_DIAGNOSED_WORK:
@@ -157,6 +153,11 @@ class SchemaCost:
                 if total > limit:
                     break
         return total
+
+    def is_small(self, size_bytes: int) -> bool:
+        """Say whether checking any action of so many bytes of JSON is surely cheap."""
+        # a value of one unit takes a byte at least
+        return self._once and self._all_costs * size_bytes <= limits.MAX_DIAGNOSED_WORK
 
     def _closure(self, applied: Applied) -> _Closure:
         """Return what is applied to a value, combinators and references followed."""

@@ -1,6 +1,6 @@
-"""One rollout of the dataset, derived anew from what went over the wire.
+"""The rollouts of a line, derived anew from what went over the wire.
 
-`check_rollout` derives provenance, trajectory and trace from the manifest and compares
+`check_rollouts` derives provenance, trajectory and trace from the manifest and compares
 them with the dataset line. It reports through a callback, so that verification can name
 file and place.
 """
@@ -11,29 +11,31 @@ from typing import Any, Final
 
 from msgspec import UNSET, UnsetType
 
-from kiln_core import limits
 from kiln_core.actions import ActionSchema, InvalidAction, action_bytes, split_reasoning
 from kiln_core.canonical import (
     Sha256,
     decoded_bytes,
     encoded_again,
+    lines_again,
     read_json,
     same_json,
     same_member,
 )
 from kiln_core.discovery import EnvironmentInspection
-from kiln_core.episode_rules import ENDING_WITH_ERROR, Fail
+from kiln_core.episode_rules import Fail
 from kiln_core.errors import MalformedJson
 from kiln_core.manifest import (
     ObservationResult,
+    ProtocolErrorResult,
     ReplayCandidate,
     ReplayExchange,
 )
-from kiln_core.prompt import error_text, observation_text
+from kiln_core.prompt import error_text, observation_text, observation_texts
 from kiln_core.receipt import OpenEnvRolloutSummary
 from kiln_core.records import (
+    INVALID_MODEL_ACTION,
+    PROTOCOL_ERROR,
     ROLLOUT_SCHEMA,
-    EpisodeTermination,
     ScoredRollout,
     TurnSegment,
     observed_turns,
@@ -41,12 +43,10 @@ from kiln_core.records import (
 from kiln_core.selection import harness_code
 from kiln_core.trace import check_tokens
 
-__all__ = ["RolloutSetting", "check_rollout"]
+__all__ = ["RolloutSetting", "check_rollouts"]
 
 ROLES: Final = {"action": "assistant", "observation": "tool"}
 """Who speaks in each kind of segment."""
-SHORT_ACTION: Final = 2 * limits.MAX_JSON_DEPTH
-"""Bytes of JSON that cannot nest too deep for a reply."""
 
 
 class RolloutSetting:
@@ -57,6 +57,7 @@ class RolloutSetting:
         action_schema: Compiled for the group's environment.
         shared_prompt_tokens: Length of the group's ``prompt_token_ids``, 0 when absent.
         provenance: The members of a provenance that all of the group share.
+        opening: Their canonical bytes, with which each provenance begins.
     """
 
     def __init__(
@@ -85,45 +86,46 @@ class RolloutSetting:
             "reset_sha256": reset_sha256,
             "seed": seed,
         }
-        shared = {"schema": ROLLOUT_SCHEMA, **_present(self.provenance)}
-        self._opening = encoded_again(shared)[:-1]
-
-    def provenance_bytes(self, own: dict[str, Any]) -> bytes:
-        """Return the canonical bytes of a provenance with these members of its own."""
-        return self._opening + b"," + encoded_again(_present(own))[1:]
+        shared = {"schema": ROLLOUT_SCHEMA, **self.provenance}
+        shared = {name: value for name, value in shared.items() if value is not UNSET}
+        self.opening = encoded_again(shared)[:-1]
 
 
-def _present(members: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in members.items() if value is not UNSET}
-
-
-def check_rollout(
-    rollout: ScoredRollout,
-    candidate: ReplayCandidate,
+def check_rollouts(
+    rollouts: list[ScoredRollout],
+    candidates: list[ReplayCandidate],
     setting: RolloutSetting,
-    at: str,
     fail: Fail,
 ) -> None:
-    """Check a dataset rollout against the manifest and the summary.
+    """Check the rollouts of a line against the manifest and the summary.
 
     Args:
-        rollout: The rollout.
-        candidate: What went over the wire; `check_episode` holds for it.
-        setting: What its group must agree with.
-        at: JSON Pointer of the rollout in its line.
+        rollouts: The rollouts.
+        candidates: What went over the wire, as many; `check_episode` holds for each.
+        setting: What their group must agree with.
         fail: Called for the first contradiction.
     """
-    if rollout.provenance is not UNSET:
-        fail(
-            "dataset_provenance",
-            f"{at}/provenance",
-            "an episode has no single completion's provenance",
-            "absent",
-            "present",
-        )
-    _check_provenance(rollout, candidate, setting, at, fail)
-    place = f"{at}/trajectory"
-    _check_trajectory(rollout.segments, candidate, setting, place, fail)
+    # nearly always all is well, which one pass over the group says far faster
+    derived = _are_derived(rollouts, candidates, setting)
+    collected = _are_as_collected(rollouts, candidates, setting)
+    for index, (rollout, candidate) in enumerate(
+        zip(rollouts, candidates, strict=True)
+    ):
+        at = f"/completions/{index}"
+        if not derived:
+            _check_provenance(rollout, candidate, setting, at, fail)
+        _check_length(rollout.segments, candidate, at, fail)
+        place = f"{at}/trajectory"
+        if not (collected or _are_as_collected([rollout], [candidate], setting)):
+            _check_turns(rollout.segments, candidate.exchanges, setting, place, fail)
+        if candidate.termination is INVALID_MODEL_ACTION:
+            _check_invalid_tail(rollout.segments, setting, place, fail)
+        _check_trace(rollout, setting, at, fail)
+
+
+def _check_trace(
+    rollout: ScoredRollout, setting: RolloutSetting, at: str, fail: Fail
+) -> None:
     if not isinstance(rollout.trace, UnsetType) and rollout.trace.tokens is not None:
         check_tokens(
             rollout.trace.tokens,
@@ -134,6 +136,25 @@ def check_rollout(
         )
 
 
+def _are_derived(
+    rollouts: list[ScoredRollout],
+    candidates: list[ReplayCandidate],
+    setting: RolloutSetting,
+) -> bool:
+    """Say whether every provenance is the one that manifest and summary give."""
+    found = [one.openenv for one in rollouts if one.provenance is UNSET]
+    if len(found) != len(rollouts) or UNSET in found:
+        return False
+    own = [_own_provenance(candidate) for candidate in candidates]
+    for members in own:
+        if members["protocol_error_code"] is UNSET:
+            del members["protocol_error_code"]
+    opening = setting.opening + b","
+    return lines_again(found, free=False) == [
+        opening + line[1:] for line in lines_again(own, free=False)
+    ]
+
+
 def _check_provenance(
     rollout: ScoredRollout,
     candidate: ReplayCandidate,
@@ -141,15 +162,20 @@ def _check_provenance(
     at: str,
     fail: Fail,
 ) -> None:
+    if rollout.provenance is not UNSET:
+        fail(
+            "dataset_provenance",
+            f"{at}/provenance",
+            "an episode has no single completion's provenance",
+            "absent",
+            "present",
+        )
     found = rollout.openenv
     if isinstance(found, UnsetType):
         fail(
             "dataset_provenance", f"{at}/openenv", "it is missing", "present", "absent"
         )
-    own = _own_provenance(candidate)
-    if setting.provenance_bytes(own) == encoded_again(found):
-        return
-    for name, wanted in (setting.provenance | own).items():
+    for name, wanted in (setting.provenance | _own_provenance(candidate)).items():
         got = getattr(found, name)
         if not same_member(wanted, got):
             fail(
@@ -167,7 +193,7 @@ def _own_provenance(candidate: ReplayCandidate) -> dict[str, Any]:
     Values, not a record: what is compared may be invalid in both.
     """
     code: str | UnsetType = UNSET
-    if candidate.termination is ENDING_WITH_ERROR:
+    if candidate.termination is PROTOCOL_ERROR:
         result = candidate.exchanges[-1].result
         assert not isinstance(result, ObservationResult)  # noqa: S101 - check_episode
         code = result.error.code
@@ -180,28 +206,102 @@ def _own_provenance(candidate: ReplayCandidate) -> dict[str, Any]:
     }
 
 
-def _check_trajectory(
-    segments: list[TurnSegment],
-    candidate: ReplayCandidate,
-    setting: RolloutSetting,
-    at: str,
-    fail: Fail,
+def _check_length(
+    segments: list[TurnSegment], candidate: ReplayCandidate, at: str, fail: Fail
 ) -> None:
-    invalid = candidate.termination is EpisodeTermination.INVALID_MODEL_ACTION
+    invalid = candidate.termination is INVALID_MODEL_ACTION
     expected = 2 * (len(candidate.exchanges) + invalid)
     if len(segments) != expected:
         fail(
             "dataset_trajectory",
-            at,
+            f"{at}/trajectory",
             "the manifest has another number of turns",
             expected,
             len(segments),
         )
-    for index, exchange in enumerate(candidate.exchanges):
+
+
+def _are_as_collected(
+    rollouts: list[ScoredRollout],
+    candidates: list[ReplayCandidate],
+    setting: RolloutSetting,
+) -> bool:
+    """Say whether all turns are what canonical replies and the answers give.
+
+    Where they are not, each must be looked at by itself.
+    """
+    actions: list[TurnSegment] = []
+    answers: list[TurnSegment] = []
+    exchanges: list[ReplayExchange] = []
+    for rollout, candidate in zip(rollouts, candidates, strict=True):
+        stop = 2 * len(candidate.exchanges)
+        actions += rollout.segments[0:stop:2]
+        answers += rollout.segments[1:stop:2]
+        exchanges += candidate.exchanges
+    # no rollout gives more than its candidate has, so equal lengths leave no shift
+    return (
+        answers == _answers(exchanges)
+        and actions
+        == [
+            TurnSegment(role="assistant", content=action.content, kind="action")
+            for action in actions
+        ]
+        and _are_canonical(actions, exchanges, setting)
+    )
+
+
+def _answers(exchanges: list[ReplayExchange]) -> list[TurnSegment]:
+    """Return the segments that a collection makes of what came back."""
+    results = [exchange.result for exchange in exchanges]
+    texts = iter(
+        observation_texts(
+            [one.observation for one in results if isinstance(one, ObservationResult)]
+        )
+    )
+    return [
+        TurnSegment(role="tool", content=next(texts), kind="observation")
+        if isinstance(result, ObservationResult)
+        else _error_segment(result)
+        for result in results
+    ]
+
+
+def _error_segment(result: ProtocolErrorResult) -> TurnSegment:
+    text = error_text(result.error, continued=result.continued)
+    return TurnSegment(
+        role="tool",
+        content=text,
+        kind="observation",
+        warning_prefix_len=len(text.encode()),
+    )
+
+
+def _are_canonical(
+    actions: list[TurnSegment],
+    exchanges: list[ReplayExchange],
+    setting: RolloutSetting,
+) -> bool:
+    """Say whether replies are the actions that were sent, in canonical form."""
+    sent = [exchange.action for exchange in exchanges]
+    lines = lines_again(sent, free=True)
+    thinking = setting.summary.thinking
+    found = [split_reasoning(one.content, thinking=thinking) for one in actions]
+    # the values are known then, without parsing a reply
+    return [text.encode() for text in found] == lines and (
+        setting.action_schema.accepts_all(sent, max(map(len, lines), default=0))
+    )
+
+
+def _check_turns(
+    segments: list[TurnSegment],
+    exchanges: list[ReplayExchange],
+    setting: RolloutSetting,
+    at: str,
+    fail: Fail,
+) -> None:
+    for index, exchange in enumerate(exchanges):
         _check_action(segments, 2 * index, exchange, setting, at, fail)
         _check_result(segments, 2 * index + 1, exchange, at, fail)
-    if invalid:
-        _check_invalid_tail(segments, setting, at, fail)
 
 
 def _check_action(
@@ -213,9 +313,7 @@ def _check_action(
     fail: Fail,
 ) -> None:
     segment = segments[index]
-    # one comparison of records is far cheaper than one of each member
-    if segment != TurnSegment(role="assistant", content=segment.content, kind="action"):
-        _check_role(segment, "action", at, index, fail)
+    _check_role(segment, "action", at, index, fail)
     if not _is_action(segment.content, exchange.action, setting):
         fail(
             "dataset_trajectory",
@@ -231,7 +329,7 @@ def _is_action(content: str, sent: dict[str, Any], setting: RolloutSetting) -> b
     expected = decoded_bytes(sent)
     text = split_reasoning(content, thinking=setting.summary.thinking)
     try:
-        if text.encode() == expected and len(expected) <= SHORT_ACTION:
+        if text.encode() == expected:
             # the reply is canonical, so the value is known without parsing it
             setting.action_schema.check(sent, len(expected))
             return True
@@ -253,18 +351,16 @@ def _check_role(
     segment: TurnSegment, kind: str, at: str, index: int, fail: Fail
 ) -> None:
     role = ROLES[kind]
-    right = segment.role == role and segment.kind == kind
-    if not (right and segment.tool_call_id is UNSET):
-        for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
-            found = getattr(segment, name)
-            if found != expected:
-                fail(
-                    "dataset_trajectory",
-                    f"{at}/{index}/{name}",
-                    "a turn of an episode has another",
-                    expected,
-                    found,
-                )
+    for name, expected in (("role", role), ("kind", kind), ("tool_call_id", UNSET)):
+        found = getattr(segment, name)
+        if found != expected:
+            fail(
+                "dataset_trajectory",
+                f"{at}/{index}/{name}",
+                "a turn of an episode has another",
+                expected,
+                found,
+            )
     if kind == "action":
         _check_warning(segment, UNSET, at, index, fail)
 
@@ -279,8 +375,6 @@ def _check_result(
     segment, result = segments[index], exchange.result
     if isinstance(result, ObservationResult):
         text = observation_text(result.observation)
-        if segment == TurnSegment(role="tool", content=text, kind="observation"):
-            return
         _check_role(segment, "observation", at, index, fail)
         _check_warning(segment, UNSET, at, index, fail)
         if segment.content != text:

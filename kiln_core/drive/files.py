@@ -260,6 +260,7 @@ def read_bundle(
         summary_name=str(summary_path),
         dataset_name=str(dataset_path),
         replay_name=str(replay_path),
+        read=(summary_bytes, summary),
     )
     return files, dataset_path, replay_path
 

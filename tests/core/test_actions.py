@@ -19,7 +19,7 @@ from kiln_core.actions import (
     parse_reply,
     split_reasoning,
 )
-from kiln_core.canonical import digest_json
+from kiln_core.canonical import compact, digest_json
 from kiln_core.errors import InvalidActionSchema
 from tests.simulators.pure import COUNTER_ACTION
 
@@ -279,6 +279,16 @@ def test_ordinary_schema_decides(action: dict[str, Any], valid: bool) -> None:
     else:
         with pytest.raises(InvalidAction):
             schema.check(action)
+
+
+@pytest.mark.parametrize("padding", [0, 1_000], ids=["short", "long"])
+def test_actions_are_judged_together_as_each_is(padding: int) -> None:
+    schema = ActionSchema({"properties": {"x": {"type": "integer"}}})
+    good, bad = ({"x": x, "note": "n" * padding} for x in (1, "1"))
+    longest = len(compact(good)) + 2
+    assert schema.accepts_all([], 0)
+    assert schema.accepts_all([good, good], longest)
+    assert not schema.accepts_all([good, bad], longest)
 
 
 def test_recursive_schema_takes_deep_actions() -> None:
