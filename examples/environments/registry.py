@@ -7,16 +7,32 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from examples.environments.arcade import (
+    cartpole,
+    connect4,
+    g2048,
+    lights_out,
+    mastermind,
+    maze,
+    minesweeper,
+    snake,
+    sokoban,
+    tictactoe,
+    wordle,
+)
 from examples.environments.game import Game, Kind
 from examples.environments.synthesis import (
     bandit,
     bandit_open,
     counter,
+    grid,
     signals,
 )
 
 MODULES = (
-    *(counter, bandit, bandit_open, signals),
+    *(counter, bandit, bandit_open, signals, grid),
+    *(cartpole, snake, g2048, connect4, maze, wordle, minesweeper),
+    *(sokoban, tictactoe, lights_out, mastermind),
 )
 
 GAMES: dict[str, Game[Any]] = {module.GAME.name: module.GAME for module in MODULES}
