@@ -21,6 +21,16 @@ from examples.environments.arcade import (
     wordle,
 )
 from examples.environments.game import Game, Kind
+from examples.environments.math import (
+    algebra,
+    chance,
+    change,
+    discrete,
+    evidence,
+    measure,
+    reason,
+    space,
+)
 from examples.environments.synthesis import (
     bandit,
     bandit_open,
@@ -33,6 +43,7 @@ MODULES = (
     *(counter, bandit, bandit_open, signals, grid),
     *(cartpole, snake, g2048, connect4, maze, wordle, minesweeper),
     *(sokoban, tictactoe, lights_out, mastermind),
+    *(measure, algebra, change, space, discrete, chance, evidence, reason),
 )
 
 GAMES: dict[str, Game[Any]] = {module.GAME.name: module.GAME for module in MODULES}
