@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # until the server has its own handlers
     options = _parser().parse_args(arguments)
     if options.command == "inventory":
         return _inventory()
@@ -84,8 +86,6 @@ def _imported(name: str) -> ModuleType:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)  # until the server has its own handlers
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family)

@@ -171,6 +171,8 @@ class Game(Generic[MoveT]):
     """Steps that are enough for the player at difficulty 1."""
     view: type[View] = TextView
     facts: type[Facts] = Facts
+    reward: Literal["integer", "float"] = "integer"
+    """Type of every reward on the wire."""
     levels: int = 3
     """Difficulties, from 1; 1 where the reset option does not exist."""
     frozen: bool = False

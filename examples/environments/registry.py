@@ -60,6 +60,8 @@ class Entry(NamedTuple):
     """Whether observations carry `input_text`."""
     action: dict[str, str]
     """JSON type of each field of an action."""
+    reward: str
+    """Type of its rewards: `integer` or `float`."""
     difficulties: list[int]
     """Values of the reset option `difficulty`; empty where there is no such option."""
     legal_actions: bool
@@ -79,6 +81,7 @@ def entry(game: Game[Any]) -> Entry:
         description=game.description,
         text_first=game.text_first,
         action={name: field["type"] for name, field in fields.items()},
+        reward=game.reward,
         difficulties=list(range(1, game.levels + 1)) if game.levels > 1 else [],
         legal_actions="legal_actions" in game.view.model_fields,
         after_end="repeated" if game.frozen else "refused",

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from examples.environments.game import Draws, IllegalMove, read_text
 from examples.environments.players import Player, answer, last_text, play_through
 from examples.environments.registry import GAMES, inventory
+from kiln_core.canonical import digest_json
 from kiln_core.ports import PolicyRequest
 from kiln_core.records import ChatMessage
 
@@ -36,6 +37,34 @@ UNSURE = {
 }
 LEVELS = [(name, level) for name in NAMES for level in range(1, GAMES[name].levels + 1)]
 QUICK = [pair for pair in LEVELS if pair not in {("sokoban", 3), ("mastermind", 3)}]
+
+# Digests of an episode with seed 7 on the first two difficulties: texts and rewards.
+EPISODES = {
+    "counter": "34184b48a7b2",
+    "bandit": "a5e5e92532fc",
+    "bandit_open": "a5e5e92532fc",
+    "signals": "1b3697c0933f",
+    "grid": "8e4ac54c03f2",
+    "cartpole": "d719578522b1",
+    "snake": "f32feb209eae",
+    "g2048": "16b96e0c30bc",
+    "connect4": "d1a594c77c5d",
+    "maze": "1999c9889460",
+    "wordle": "75695f5e63f9",
+    "minesweeper": "9e7b938f511a",
+    "sokoban": "a4eecd562690",
+    "tictactoe": "0bf0422e9676",
+    "lights_out": "7906fd746f2e",
+    "mastermind": "d0193afecb80",
+    "measure": "26edd9de5e0c",
+    "algebra": "c657adf61d33",
+    "change": "36f170b8ea85",
+    "space": "ff2d305bdd28",
+    "discrete": "f9d225acccb9",
+    "chance": "8c45ad526fa7",
+    "evidence": "183656f6e68c",
+    "reason": "0541f8d9a302",
+}
 
 
 def told(name: str, seed: int, level: int = 1) -> tuple[list[str], list[Any]]:
@@ -64,6 +93,7 @@ def test_inventory_says_what_programs_need():
         "description": GAMES["connect4"].description,
         "text_first": True,
         "action": {"column": "integer"},
+        "reward": "integer",
         "difficulties": [1, 2, 3],
         "legal_actions": True,
         "after_end": "refused",
@@ -106,6 +136,19 @@ def test_moves_say_what_they_are(name: str):
 def test_seed_decides_the_episode(name: str, level: int):
     for seed in (0, 2**64 - 1):
         assert told(name, seed, level) == told(name, seed, level)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_episodes_stay_what_they_were(name: str):
+    """In any process and any later version, or recorded bundles do not replay.
+
+    A digest that has to change is a change of the environment for its users.
+    """
+    heard: list[Any] = []
+    for level in range(1, min(GAMES[name].levels, 2) + 1):
+        texts, rewards = told(name, 7, level)
+        heard += [*texts, repr(rewards)]
+    assert digest_json(heard)[7:19] == EPISODES[name]
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "counter"])
@@ -152,11 +195,10 @@ def test_texts_are_short_and_plain(name: str, level: int):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rewards_keep_one_type(name: str):
-    floats = {"counter", "signals", "grid", "maze"}
+    kind = {"integer": int, "float": float}[GAMES[name].reward]
     for seed in SEEDS:
         _, rewards = told(name, seed)
-        kinds = {type(reward) for reward in rewards}
-        assert kinds == ({float} if name in floats else {int})
+        assert {type(reward) for reward in rewards} == {kind}
 
 
 @pytest.mark.parametrize(("name", "level"), QUICK)

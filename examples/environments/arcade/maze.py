@@ -159,4 +159,5 @@ GAME = Game(
     steps=SIZES[1] ** 2,
     view=ChoiceView,
     facts=MazeFacts,
+    reward="float",
 )

@@ -15,9 +15,8 @@ from examples.environments.math.question import (
     Problem,
     family,
     listed,
-    numbers,
-    signed,
 )
+from examples.environments.math.terms import coefficients_of, polynomial, read, write
 
 LIMITS = {1: 9, 2: 15, 3: 30}
 
@@ -26,15 +25,15 @@ def linear(draws: Draws, level: int) -> Problem:
     """One unknown: on one side, on both, and on level 3 behind brackets."""
     limit = LIMITS[level]
     x = draws.between(-limit, limit)
-    a, b = draws.between(2, 9), draws.between(-limit, limit)
+    a, b = draws.between(2, 9), draws.between(1, limit) * draws.choice((1, -1))
     if level == 1:
-        return f"Solve {a}x {signed(b)} = {a * x + b}.", x
+        return f"Solve {polynomial((b, a))} = {a * x + b}.", x
     c = draws.between(1, a - 1)
     if level == 2:
-        right = (a - c) * x + b
-        return f"Solve {a}x {signed(b)} = {c}x {signed(right)}.", x
-    right = a * (x + b) - c * x
-    return f"Solve {a}(x {signed(b)}) = {c}x {signed(right)}.", x
+        right = polynomial(((a - c) * x + b, c))
+        return f"Solve {polynomial((b, a))} = {right}.", x
+    right = polynomial((a * (x + b) - c * x, c))
+    return f"Solve {a}({polynomial((b, 1))}) = {right}.", x
 
 
 def system(draws: Draws, level: int) -> Problem:
@@ -42,9 +41,10 @@ def system(draws: Draws, level: int) -> Problem:
     limit = LIMITS[level]
     x, y = draws.between(-limit, limit), draws.between(-limit, limit)
     a, b = draws.between(1, 5), draws.between(1, 5)
+    # Signs that differ keep the two lines from being parallel.
     c, d = (1, -1) if level == 1 else (draws.between(1, 5), -draws.between(1, 5))
-    first = f"{a}x {signed(b)}y = {a * x + b * y}"
-    second = f"{c}x {signed(d)}y = {c * x + d * y}"
+    first = f"{write(((a, 'x'), (b, 'y')))} = {a * x + b * y}"
+    second = f"{write(((c, 'x'), (d, 'y')))} = {c * x + d * y}"
     return f"Given {first} and {second}, what is x?", x
 
 
@@ -53,9 +53,8 @@ def quadratic(draws: Draws, level: int) -> Problem:
     limit = {1: 5, 2: 10, 3: 20}[level]
     first = draws.between(-limit, limit - 1)
     second = draws.between(first + 1, limit)
-    b, c = -(first + second), first * second
-    text = f"What is the larger root of x^2 {signed(b)}x {signed(c)} = 0?"
-    return text, second
+    shown = polynomial((first * second, -(first + second), 1))
+    return f"What is the larger root of {shown} = 0?", second
 
 
 def sequence(draws: Draws, level: int) -> Problem:
@@ -75,25 +74,26 @@ def sequence(draws: Draws, level: int) -> Problem:
 
 def _searched(found: re.Match[str]) -> int:
     """Try all x for which the left side may equal the right side."""
-    a, b, bracket, c, d = found.groups(default="0")
-    factor, slope = int(a), int(c)
-    before, after = (int(part.replace(" ", "")) for part in (b, d))
-    inside = bracket == ")"
-
-    def left(x: int) -> int:
-        return factor * (x + before) if inside else factor * x + before
-
-    return next(x for x in range(-99, 100) if left(x) == slope * x + after)
+    factor = int(found[1] or 1)
+    left, right = (coefficients_of(side) for side in (found[2], found[3]))
+    return next(
+        x
+        for x in range(-99, 100)
+        if factor * (left[1] * x + left[0]) == right[1] * x + right[0]
+    )
 
 
 def _eliminated(found: re.Match[str]) -> int:
     """Cramer's rule."""
-    a, b, e, c, d, f = numbers(found)
+    first, second = read(found[1]), read(found[3])
+    a, b, c, d = first["x"], first["y"], second["x"], second["y"]
+    e, f = int(found[2]), int(found[4])
     return (e * d - b * f) // (a * d - b * c)
 
 
 def _larger_root(found: re.Match[str]) -> int:
-    b, c = numbers(found)
+    """The formula."""
+    c, b, *_ = coefficients_of(found[1])
     return (-b + isqrt(b * b - 4 * c)) // 2
 
 
@@ -109,8 +109,6 @@ def _next_term(found: re.Match[str]) -> int:
     return following
 
 
-NUMBER, TERM = r"(-?\d+)", r"([+-] \d+)"
-
 GAME = family(
     "algebra",
     "Solve the problem and answer with a whole number.",
@@ -122,10 +120,9 @@ GAME = family(
         "sequence": sequence,
     },
     {
-        rf"Solve (\d+)\(?x {TERM}(\))? = (?:(\d+)x )?(-?\d+|[+-] \d+)\.": _searched,
-        rf"Given {NUMBER}x {TERM}y = {NUMBER} and {NUMBER}x {TERM}y = {NUMBER}, "
-        r"what is x\?": _eliminated,
-        rf"What is the larger root of x\^2 {TERM}x {TERM} = 0\?": _larger_root,
+        r"Solve (?:(\d+)\()?([^()=]+?)\)? = (.+)\.": _searched,
+        r"Given (.+) = (-?\d+) and (.+) = (-?\d+), what is x\?": _eliminated,
+        r"What is the larger root of (.+) = 0\?": _larger_root,
         r"Which number comes next: (.+)\?": _next_term,
     },
 )

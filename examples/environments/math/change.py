@@ -14,28 +14,8 @@ from examples.environments.math.question import (
     AnswerNumber,
     Problem,
     family,
-    signed,
 )
-
-
-def polynomial(coefficients: Sequence[int]) -> str:
-    """Write a polynomial, constant first in the argument: [1, 0, 2] is 2x^2 + 1."""
-    parts: list[str] = []
-    for power, factor in reversed(list(enumerate(coefficients))):
-        if factor:
-            unknown = "" if not power else "x" if power == 1 else f"x^{power}"
-            number = signed(factor) if parts else str(factor)
-            parts.append(number + unknown)
-    return " ".join(parts) or "0"
-
-
-def coefficients_of(text: str) -> list[int]:
-    """Read a polynomial that `polynomial` wrote."""
-    coefficients = [0] * 6
-    for number, unknown, power in re.findall(r"([+-]? ?\d+)(x(?:\^(\d))?)?", text):
-        place = int(power or 1) if unknown else 0
-        coefficients[place] = int(number.replace(" ", ""))
-    return coefficients
+from examples.environments.math.terms import coefficients_of, polynomial
 
 
 def _value(coefficients: Sequence[int], x: int) -> int:

@@ -172,8 +172,3 @@ def ratio(part: int, total: int) -> str:
     """Return a probability as a fraction in lowest terms."""
     value = Fraction(part, total)
     return f"{value.numerator}/{value.denominator}"
-
-
-def signed(number: int) -> str:
-    """Return a number as it stands in a sum: `+ 3` or `- 3`."""
-    return f"{'-' if number < 0 else '+'} {abs(number)}"

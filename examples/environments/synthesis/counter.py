@@ -96,5 +96,6 @@ GAME = Game(
     steps=TARGET,
     view=TotalView,
     facts=TotalFacts,
+    reward="float",
     levels=1,
 )

@@ -179,4 +179,5 @@ GAME = Game(
     play=play,
     steps=12,
     facts=GridFacts,
+    reward="float",
 )

@@ -90,5 +90,6 @@ GAME = Game(
     play=play,
     steps=1,
     facts=SignalsFacts,
+    reward="float",
     levels=1,
 )
