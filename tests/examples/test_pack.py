@@ -266,6 +266,24 @@ def test_integer_fields_take_integers_alone(value: Any):
         GAMES["bandit_open"].move.model_validate({"arm": value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("wordle", "crane\n"),
+        ("wordle", "Crane"),
+        ("mastermind", "ab"),
+        ("minesweeper", "open B9"),
+        ("chance", "1/0"),
+        ("chance", "0.5"),
+        ("reason", "yes no"),
+    ],
+)
+def test_strings_match_their_whole_pattern(name: str, value: str):
+    (field,) = GAMES[name].move.model_fields
+    with pytest.raises(ValidationError):
+        GAMES[name].move.model_validate({field: value})
+
+
 def test_integral_floats_are_integers_as_in_json_schema():
     move = GAMES["bandit_open"].move.model_validate({"arm": 2.0})
     assert repr(move) == "OpenPull(arm=2)"
