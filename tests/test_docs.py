@@ -20,6 +20,7 @@ import kiln_cli
 import kiln_core
 import kiln_server
 from examples.environments.__main__ import _parser as environments_parser
+from examples.environments.registry import inventory
 from kiln_cli.main import CONTEXT, exit_code, kiln
 from kiln_core import (
     admission,
@@ -243,6 +244,22 @@ def test_every_option_is_documented():
     }
     missing = {o for o in options if not re.search(rf"{o}(?![\w-])", DOCS)}
     assert not missing
+
+
+def test_environments_table_is_true():
+    told = [
+        (code(row[0]), row[1], row[2].replace("`", ""), int(row[3]))
+        for row in table("environments.md", "The pack")
+    ]
+    assert told == [
+        (
+            entry["name"],
+            entry["kind"],
+            ", ".join(f"{name} {kind}" for name, kind in entry["action"].items()),
+            entry["steps"],
+        )
+        for entry in inventory()
+    ]
 
 
 def test_metrics_table_is_complete():

@@ -1,4 +1,4 @@
-"""Serve an example environment, or list them.
+"""Serve an environment of the pack, or list them.
 
 `serve` prints one line when the server accepts connections and ends with exit code 0
 on SIGTERM and Ctrl-C. The port is taken before the SDK is imported, so that a port in
@@ -15,7 +15,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
-from examples.environments import DESCRIPTIONS, MAX_SESSIONS
+from examples.environments import MAX_SESSIONS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)  # until the server has its own handlers
     options = _parser().parse_args(arguments)
-    if options.command == "list":
-        return _list()
+    if options.command == "inventory":
+        return _inventory()
     return _serve(options)
 
 
@@ -35,9 +37,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m examples.environments", description="Example environments."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="print the environments as JSON")
+    commands.add_parser("inventory", help="print the environments as JSON")
     serve = commands.add_parser("serve", help="serve an environment until stopped")
-    serve.add_argument("name", choices=DESCRIPTIONS)
+    serve.add_argument("name", choices=_imported("registry").GAMES, metavar="NAME")
     serve.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     serve.add_argument(
         "--port", type=_port, default=8000, help="0 takes a free one; default: 8000"
@@ -66,17 +68,13 @@ def _number(text: str, lowest: int, highest: int) -> int:
     raise argparse.ArgumentTypeError(message)
 
 
-def _list() -> int:
-    inventory = [
-        {"name": name, "description": description}
-        for name, description in DESCRIPTIONS.items()
-    ]
-    json.dump(inventory, sys.stdout, indent=2)
+def _inventory() -> int:
+    json.dump(_imported("registry").inventory(), sys.stdout, indent=2)
     sys.stdout.write("\n")
     return 0
 
 
-def _environment(name: str) -> ModuleType:
+def _imported(name: str) -> ModuleType:
     # The SDK imports gradio for a web page that is not served here, and does without
     # when it is missing. None makes Python report it as missing: 2 s instead of 5.
     sys.modules.setdefault("gradio", None)  # type: ignore[arg-type]  # as documented
@@ -88,8 +86,6 @@ def _environment(name: str) -> ModuleType:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)  # until the server has its own handlers
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
         listener = socket.create_server((options.host, options.port), family=family)
@@ -97,11 +93,11 @@ def _serve(options: argparse.Namespace) -> int:
         reason = (error.strerror or str(error)).partition(" (while")[0]
         sys.stderr.write(f"cannot listen on {options.host}:{options.port}: {reason}\n")
         return 1
-    app = _environment(options.name).create_app(options.max_sessions)
+    game = _imported("registry").GAMES[options.name]
+    app = _imported("hosting").create_app(game, options.max_sessions)
     host = f"[{options.host}]" if family == socket.AF_INET6 else options.host
     url = f"http://{host}:{listener.getsockname()[1]}"
-    serving = import_module("examples.environments.serving")
-    serving.run(app, listener, f"serving {options.name} on {url}")
+    _imported("serving").run(app, listener, f"serving {options.name} on {url}")
     return 0
 
 

@@ -5,14 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import FastAPI
-from openenv.core.env_server import create_fastapi_app
 
-from examples.environments.counter import (
-    Counter,
-    CounterAction,
-    CounterObservation,
-    CounterState,
-)
+from examples.environments.hosting import environment_type, serve_type
+from examples.environments.registry import GAMES
 
 NAME = "Counter 100%"
 ROWS = {
@@ -21,7 +16,7 @@ ROWS = {
 }
 
 
-class TaskedCounter(Counter):
+class TaskedCounter(environment_type(GAMES["counter"])):
     """A counter that lists rows which no episode reads."""
 
     def list_splits(self) -> list[Any]:
@@ -43,11 +38,4 @@ class TaskedCounter(Counter):
 
 
 def create_app(max_sessions: int) -> FastAPI:
-    return create_fastapi_app(
-        TaskedCounter,
-        CounterAction,
-        CounterObservation,
-        max_concurrent_envs=max_sessions,
-        env_name=NAME,
-        state_cls=CounterState,
-    )
+    return serve_type(TaskedCounter, max_sessions, NAME)

@@ -9,19 +9,25 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from functools import partial
 from importlib import import_module
 
 
 async def main(wanted: list[str]) -> None:
     sys.modules.setdefault("gradio", None)  # type: ignore[arg-type]  # not imported
     uvicorn = import_module("uvicorn")
+    hosting = import_module("examples.environments.hosting")
+    registry = import_module("examples.environments.registry")
     servers, listeners = [], []
     for word in wanted:
         name, sessions, port = word.split(":")
-        module = name if "." in name else f"examples.environments.{name}"
-        environment = import_module(module)
+        create_app = (
+            import_module(name).create_app
+            if "." in name
+            else partial(hosting.create_app, registry.GAMES[name])
+        )
         config = uvicorn.Config(
-            environment.create_app(int(sessions)),
+            create_app(max_sessions=int(sessions)),
             log_level="critical",
             timeout_graceful_shutdown=1,
         )

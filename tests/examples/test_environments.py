@@ -1,4 +1,4 @@
-"""The example environments over real processes, HTTP and WebSockets.
+"""The first three environments of the pack over real processes, HTTP and WebSockets.
 
 Frames are compared as text where their JSON types matter: 1, 1.0 and true differ.
 """
@@ -11,22 +11,31 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.request
-from contextlib import asynccontextmanager, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
+from tests.examples.wire import (
+    DEADLINE_SECONDS,
+    STATE,
+    ask,
+    converse,
+    error,
+    get,
+    reset,
+    session,
+    step,
+)
+
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("bandit", "counter", "signals")
-DEADLINE_SECONDS = 20
 LAMPS = {"red": 2, "green": 0, "blue": 3, "gold": 1}
-STATE = {"type": "state"}
 
 # One complete episode of each environment, and an action that ends it.
 EPISODES: dict[str, list[dict[str, int]]] = {
@@ -79,53 +88,6 @@ def servers() -> Iterator[dict[str, str]]:
     ):
         processes = zip(NAMES, (bandit, counter, signals), strict=True)
         yield {name: announced_url(process, name) for name, process in processes}
-
-
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as response:
-        return json.load(response)
-
-
-def reset(**options: Any) -> dict[str, Any]:
-    return {"type": "reset", "data": options}
-
-
-def step(**action: Any) -> dict[str, Any]:
-    return {"type": "step", "data": action}
-
-
-@asynccontextmanager
-async def session(url: str) -> AsyncIterator[aiohttp.ClientWebSocketResponse]:
-    async with (
-        asyncio.timeout(DEADLINE_SECONDS),
-        aiohttp.ClientSession() as client,
-        client.ws_connect(f"{url}/ws") as websocket,
-    ):
-        yield websocket
-
-
-async def ask(websocket: aiohttp.ClientWebSocketResponse, frame: dict[str, Any]) -> str:
-    """Send one frame and return the text of the answer."""
-    await websocket.send_json(frame)
-    return await websocket.receive_str()
-
-
-def converse(url: str, *frames: dict[str, Any]) -> list[str]:
-    """Send frames one after another on one socket and return the answers' texts."""
-
-    async def run() -> list[str]:
-        async with session(url) as websocket:
-            return [await ask(websocket, frame) for frame in frames]
-
-    return asyncio.run(run())
-
-
-def error(text: str) -> dict[str, Any]:
-    frame: dict[str, Any] = json.loads(text)
-    assert frame.pop("type") == "error"
-    data: dict[str, Any] = frame.pop("data")
-    assert not frame
-    return data
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -386,10 +348,17 @@ def test_bad_argument_is_a_usage_error(arguments: tuple[str, ...]):
     assert "Traceback" not in err
 
 
-def test_list_is_what_the_servers_say(servers: dict[str, str]):
-    code, out, err = finish(command("list"))
+def test_inventory_is_what_the_servers_say(servers: dict[str, str]):
+    code, out, err = finish(command("inventory"))
     assert (code, err) == (0, "")
-    metadata = [get(f"{servers[name]}/metadata") for name in NAMES]
-    assert json.loads(out) == [
-        {"name": each["name"], "description": each["description"]} for each in metadata
-    ]
+    entries = {entry["name"]: entry for entry in json.loads(out)}
+    for name in NAMES:
+        schema = get(f"{servers[name]}/schema")
+        assert (
+            entries[name]["description"]
+            == get(f"{servers[name]}/metadata")["description"]
+        )
+        properties = schema["action"]["properties"]
+        assert entries[name]["action"] == {k: v["type"] for k, v in properties.items()}
+        shown = schema["observation"]["properties"]
+        assert entries[name]["text_first"] == ("input_text" in shown)

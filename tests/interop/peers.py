@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -29,7 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
-from examples.environments import bandit, counter
+from examples.environments.hosting import create_app
+from examples.environments.registry import GAMES
 from tests.interop.words import WORDS
 
 PREFIX = "/openenv/prefix"
@@ -365,7 +367,7 @@ def notes(sessions: int) -> FastAPI:
 
 def prefixed(sessions: int) -> Starlette:
     """Serve under a base path; nothing at all is at the root."""
-    return Starlette(routes=[Mount(PREFIX, counter.create_app(sessions))])
+    return Starlette(routes=[Mount(PREFIX, create_app(GAMES["counter"], sessions))])
 
 
 def production(sessions: int) -> FastAPI:
@@ -374,8 +376,8 @@ def production(sessions: int) -> FastAPI:
 
 
 PEERS: dict[str, Callable[[int], Any]] = {
-    "counter": counter.create_app,
-    "bandit": bandit.create_app,
+    "counter": partial(create_app, GAMES["counter"]),
+    "bandit": partial(create_app, GAMES["bandit"]),
     "words": words,
     "raising": raising,
     "commands": commands,

@@ -1,0 +1,1 @@
+"""Games with the rules people know, dealt by a seed."""

@@ -1,0 +1,1 @@
+"""Small made-up tasks: one decision, or a few, and something to learn."""
