@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from kiln_core import limits
-from kiln_core.canonical import Record, Sha256, pretty
+from kiln_core.canonical import Record, Sha256, encoded_again
 from kiln_core.errors import LimitError
 from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
 
@@ -130,6 +130,9 @@ def _listed(items: Iterable[Iterable[bytes]], depth: int) -> Iterator[bytes]:
 
 
 def _nested(record: Record, depth: int) -> bytes:
-    """Return a record as it stands ``depth`` levels deep; strings hold no newline."""
-    text = pretty(record).removesuffix(b"\n")
+    """Return a record as it stands ``depth`` levels deep; strings hold no newline.
+
+    What was collected was checked when it came.
+    """
+    text = msgspec.json.format(encoded_again(record), indent=2)
     return text.replace(b"\n", b"\n" + depth * INDENT)

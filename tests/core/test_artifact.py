@@ -9,7 +9,7 @@ import pytest
 
 from kiln_core import artifact, limits
 from kiln_core.artifact import Artifact, manifest_pieces
-from kiln_core.canonical import Record, digest, pretty
+from kiln_core.canonical import Record, digest, encoded_again, pretty
 from kiln_core.errors import LimitError
 from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
 from tests.core.bundles import Collection, bytes_of, verify
@@ -102,9 +102,9 @@ def test_manifest_over_its_bound_is_never_built_whole(
 
     def counted(record: Record) -> bytes:
         encoded.append(record)
-        return pretty(record)
+        return encoded_again(record)
 
-    monkeypatch.setattr(artifact, "pretty", counted)
+    monkeypatch.setattr(artifact, "encoded_again", counted)
     monkeypatch.setattr(limits, "MAX_ARTIFACT_BYTES", 2 * len(BUNDLE.replay))
     file = Artifact("the replay manifest")
     with pytest.raises(LimitError, match="the replay manifest would cross"):
