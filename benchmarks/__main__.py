@@ -9,7 +9,15 @@ from importlib import import_module
 from benchmarks.harness import line, results, save
 from benchmarks.report import PAGE, page
 
-NAMES = ("command_start", "environment_steps", "growth", "verify")
+NAMES = (
+    "agreement",
+    "chat",
+    "command_start",
+    "environment_steps",
+    "growth",
+    "sampling",
+    "verify",
+)
 
 
 def main(arguments: list[str]) -> int:

@@ -6,11 +6,8 @@ peers are the SDK's own asynchronous client and a bare aiohttp loop on the same 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
@@ -18,6 +15,7 @@ import aiohttp
 import anyio
 
 from benchmarks.harness import Result, Target, installed, interleaved, result
+from benchmarks.processes import environment_server
 from kiln_core.drive.collect import CollectionRequest, EnvironmentTarget, collect
 from kiln_core.drive.concurrency import run
 from kiln_core.plan import CollectionControls
@@ -25,11 +23,10 @@ from kiln_core.scripted import ScriptedPolicy
 
 STEPS: Final = 68
 """Of an episode: three additions, then refusals until the budget of errors ends."""
-EPISODES: Final = {1: 16, 32: 4}
+EPISODES: Final = {1: 16, 32: 6}
 """Per session, by sessions at a time: enough that discovery does not weigh."""
-ROUNDS: Final = 11
+ROUNDS: Final = 9
 """Many, since what else a machine does weighs on short messages most."""
-SERVE: Final = ("examples.environments", "serve", "counter", "--port", "0")
 BAD: Final = '{"amount": 0}'
 """Refused by the counter with a recoverable error, so an episode can be long."""
 LIBRARIES: Final = ("aiohttp", "openenv", "websockets")
@@ -45,22 +42,9 @@ def measure() -> Iterator[Result]:
         raise SystemExit(
             "the server of this benchmark needs benchmarks/requirements-peers.txt"
         )
-    with counter_server() as url:
+    with environment_server("counter") as url:
         for sessions in EPISODES:
             yield from _at(url, sessions)
-
-
-@contextmanager
-def counter_server() -> Iterator[str]:
-    """Run a real server of the SDK; give its address."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", *SERVE], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield (server.stdout.readline() if server.stdout else "").split()[-1]
-    finally:
-        server.terminate()
-        server.wait()
 
 
 def _at(url: str, sessions: int) -> Iterator[Result]:

@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-from benchmarks.environment_steps import counter_server, play_kiln
+from benchmarks.environment_steps import play_kiln
 from benchmarks.harness import ROUNDS, Result, Samples, Target, result
 from benchmarks.made_bundle import SHAPES, made_bundle
+from benchmarks.processes import environment_server
 from kiln_core.drive.concurrency import run
 from kiln_core.verify import BundleBytes, verify_bundle
 
@@ -33,7 +34,7 @@ def measure() -> Iterator[Result]:
         sizes,
         lambda index: _seconds(lambda: verify_bundle(files[index])),
     )
-    with counter_server() as url:
+    with environment_server("counter") as url:
         yield _exponent(
             "growth_collection",
             [float(groups) for groups in GROUPS],

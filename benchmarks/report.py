@@ -46,6 +46,23 @@ SECTIONS: Final = (
         "Wall time of a process, against one that imports click.",
     ),
     (
+        "sampling",
+        "Sampling",
+        "New tokens per second with log-probabilities on: 8 requests of 64 tokens, 64 of 128, the same float32 weights of\n"
+        "`builtin:tiny`'s shape on both sides. Programs are compiled before the clock starts.",
+    ),
+    (
+        "chat",
+        "Chat completions over HTTP",
+        "32 conversations of several guided turns, with full rollout provenance, against the same engine in process.",
+    ),
+    (
+        "agreement",
+        "Sampled against recomputed log-probabilities",
+        "The largest difference of a first training step, by temperature, as the receipt of `kiln openenv train` on a real\n"
+        "environment states it; the figures in the field, on GPUs, are 1e-3 to 1e-2.",
+    ),
+    (
         "growth",
         "Growth",
         "The exponent of time over size, fitted over doublings; 1 is a straight line.",
