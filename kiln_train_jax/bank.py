@@ -96,7 +96,7 @@ class AdapterBank:
             raise UsageError(
                 f"adapter {name!r} has rank {adapter.config.r}, this engine holds "
                 f"ranks up to {self.rank}",
-                hint="raise the engine's adapter rank",
+                hint="train it with a smaller lora_rank",
             )
         with self._lock:
             known = self._seats.get(name)

@@ -192,9 +192,10 @@ def project(
 def _of_bank(flat: jax.Array, pair: Pair, scale: jax.Array, time: int) -> jax.Array:
     """Return the update of each row by its own adapter.
 
-    Every adapter meets every row, and what is not a row's own is multiplied by zero:
-    adding exact zeros changes no bit, whatever lies in the other slots. All of it is
-    skipped while no row has an adapter, which adds exact zeros as well.
+    Every adapter meets every row, and what is not a row's own is replaced by zero,
+    since it may not be finite: adding exact zeros changes no bit, whatever lies in the
+    other slots. All of it is skipped while no row has an adapter, which adds exact
+    zeros as well.
 
     Args:
         flat: `[rows * time, in]`.
@@ -206,7 +207,8 @@ def _of_bank(flat: jax.Array, pair: Pair, scale: jax.Array, time: int) -> jax.Ar
 
     def update() -> jax.Array:
         many = jnp.broadcast_to(flat, (pair.down.shape[0], *flat.shape))
-        return jnp.sum(((many @ pair.down) * shares) @ pair.up, axis=0)
+        inner = jnp.where(shares != 0, (many @ pair.down) * shares, 0.0)
+        return jnp.sum(inner @ pair.up, axis=0)
 
     def nothing() -> jax.Array:
         return jnp.zeros((flat.shape[0], pair.up.shape[-1]), update_type)

@@ -4,6 +4,7 @@
   nothing of another request can reach it.
 * `decode`: one token of every slot. A row's bits do not depend on the others.
 * `load` and `store`: copy whole prefix blocks between the pool and a slot.
+* `clear`: zero a slot, of a request that was ended before it was done.
 * `top`: the likeliest tokens of a draw, from the logits that `feed` and `decode` leave
   on the device. It runs only when somebody asks; nothing is drawn from what it says.
 
@@ -120,6 +121,7 @@ class Programs:
             "decode": (self._decode_rows, (*state_of, self.packed(slots, 1), zero)),
             "load": (_load_blocks, (caches, zero, zero, self._entries([]))),
             "store": (_store_block, (caches, zero, zero, zero)),
+            "clear": (_clear_slot, (caches, zero)),
         }
         for length in FEEDS:
             wanted[f"feed {length}"] = (
@@ -216,6 +218,16 @@ class Programs:
         places = (np.int32(slot), np.int32(start), np.int32(entry))
         stored: Caches = self._compiled["store"](caches, *places)
         return stored
+
+    def clear(self, caches: Caches, slot: int) -> Caches:
+        """Zero a slot: what is masked later must be finite, and may not be now.
+
+        Args:
+            caches: Donated.
+            slot: Row of the caches.
+        """
+        cleared: Caches = self._compiled["clear"](caches, np.int32(slot))
+        return cleared
 
     def _heads(self, rows: int) -> np.ndarray:
         return self.packed(rows, 0)
@@ -342,6 +354,16 @@ def _load_blocks(
         return copied
 
     return caches._replace(slots=jax.lax.fori_loop(0, count, step, caches.slots))
+
+
+def _clear_slot(caches: Caches, slot: jax.Array) -> Caches:
+    """Zero a slot; int32 scalar."""
+
+    def clear(cache: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((1, *cache.shape[1:]), cache.dtype)
+        return jax.lax.dynamic_update_slice(cache, zeros, (slot, 0, 0, 0))
+
+    return caches._replace(slots=jax.tree.map(clear, caches.slots))
 
 
 def _store_block(

@@ -49,7 +49,8 @@ def draw_tokens(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
         draw: How.
 
     Returns:
-        Tokens, int32 `[rows]`, and their log-probabilities, float32 `[rows]`.
+        Tokens, int32 `[rows]`, and their log-probabilities, float32 `[rows]`; NaN where
+        a logit of the row is not finite, so that nothing can be drawn from it.
     """
     greedy = draw.temperature <= 0.0
     logprobs = masked_logprobs(logits, draw)
@@ -59,7 +60,8 @@ def draw_tokens(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
     noise = jnp.where(greedy[:, None], 0.0, noise)
     tokens = jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return tokens, jnp.where(greedy, 0.0, chosen)
+    sound = jnp.all(jnp.isfinite(logits), axis=-1)
+    return tokens, jnp.where(sound, jnp.where(greedy, 0.0, chosen), jnp.nan)
 
 
 def likeliest(logits: jax.Array, draw: Draw, count: int) -> tuple[jax.Array, jax.Array]:

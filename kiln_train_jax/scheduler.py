@@ -9,6 +9,7 @@ decides when.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from typing import TYPE_CHECKING, Final
@@ -321,9 +322,8 @@ class Scheduler:
 
     def _take(self, slot: int, active: _Active, drawn: np.ndarray) -> None:
         """Hand a drawn token to its row, and finish the row if it ended."""
-        logprob = float(drawn[1:].view(np.float32)[0])
         try:
-            active.row.take(int(drawn[0]), logprob)
+            active.row.take(int(drawn[0]), _logprob_of(drawn))
         except KilnError as error:
             self._leave(slot, active)
             _fail(active.ticket, error)
@@ -337,22 +337,26 @@ class Scheduler:
     def _complete(self, active: _Active) -> None:
         ticket = active.ticket
         self._bank.release(ticket.adapter_slot)
-        generation = ticket.finish(active.row)
+        try:
+            generation = ticket.finish(active.row)
+        except Exception as error:  # noqa: BLE001 - of this request, not of the others
+            _fail(ticket, _told(error))
+            return
         if ticket.future.set_running_or_notify_cancel():
             ticket.future.set_result(generation)
 
     def _leave(self, slot: int, active: _Active) -> None:
         self._active[slot] = None
+        self._caches = self._programs.clear(self._caches, slot)
         self._bank.release(active.ticket.adapter_slot)
 
     def _fail_all(self, error: Exception) -> None:
         """Fail every running request and start over with fresh device state."""
         for slot, active in enumerate(self._active):
             if active is not None:
-                self._leave(slot, active)
-                failure = PolicyError(f"the device loop failed: {error}")
-                failure.__cause__ = error
-                _fail(active.ticket, failure)
+                self._active[slot] = None
+                self._bank.release(active.ticket.adapter_slot)
+                _fail(active.ticket, _told(error))
         self._index.clear()
         self._caches = self._make_caches()
         self._lengths[:] = 0
@@ -372,6 +376,28 @@ def _note_top(row: Row, likeliest: np.ndarray) -> None:
     kept = zip(likeliest[:, 0].tolist(), logprobs.tolist(), strict=True)
     possible = [entry for entry in kept if entry[1] > IMPOSSIBLE]
     row.tops[len(row.logprobs)] = tuple(possible[: row.top_logprobs])
+
+
+def _logprob_of(drawn: np.ndarray) -> float:
+    """Return the log-probability of what was drawn.
+
+    Raises:
+        PolicyError: Nothing could be drawn.
+    """
+    logprob = float(drawn[1:].view(np.float32)[0])
+    if math.isnan(logprob):
+        raise PolicyError(
+            "the model computed numbers that are not finite",
+            hint="its adapter, or the model itself, holds values too large",
+        )
+    return logprob
+
+
+def _told(error: Exception) -> KilnError:
+    """Return any failure of the loop as an error of ours."""
+    failure = PolicyError(f"the device loop failed: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _fail(ticket: Ticket, error: KilnError) -> None:

@@ -20,7 +20,7 @@ from kiln_train_jax.bank import AdapterBank
 from kiln_train_jax.lora import TARGETS, Lora, empty_bank, init, select_one
 
 
-def make(engine, name, seed, *, rank=4, targets=TARGETS):
+def make(engine, name, seed, *, rank=4, targets=TARGETS, size=0.3):
     """Write an adapter that really changes the model."""
     config = engine.folder.config
     key = jax.random.key(seed)
@@ -29,7 +29,7 @@ def make(engine, name, seed, *, rank=4, targets=TARGETS):
     )
     stream = np.random.default_rng(seed)
     noisy = jax.tree.map(
-        lambda leaf: 0.3 * stream.normal(size=leaf.shape).astype(np.float32),
+        lambda leaf: (size * stream.normal(size=leaf.shape)).astype(np.float32),
         lora.layers,
     )
     folder = engine.library.directory / name

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from kiln_core.errors import PolicyError
 from kiln_core.inference import requests_for
 from kiln_train_jax.attention import FullContext
 from kiln_train_jax.replaying import TurnReplayer
@@ -208,6 +209,26 @@ def test_other_adapters_change_no_bit(engine, requests, alone, two_adapters):
     assert not set(alone) & set(adapted)
     mixed = answers(engine, [*requests, *others])
     assert mixed == [*alone, *adapted]
+
+
+def test_adapter_that_overflows_fails_alone(engine, requests, alone):
+    """Its numbers reach no other row, no later one, and no caller as an answer."""
+    make(engine, "huge", 3, size=1e30)
+    engine.load_adapter("huge")
+    try:
+        assert answers(engine, requests) == alone
+        failing = [
+            engine.submit(replace(each, adapter="huge")) for each in requests * 4
+        ]
+        beside = [engine.submit(request) for request in requests]
+        for future in failing:
+            with pytest.raises(PolicyError, match="not finite"):
+                future.result()
+        assert [exact(future.result()) for future in beside] == alone
+    finally:
+        engine.unload_adapter("huge")
+    for _ in range(3):
+        assert answers(engine, requests * 3) == alone * 3
 
 
 # Sampler and trainer
