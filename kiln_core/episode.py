@@ -47,6 +47,8 @@ from kiln_core.prompt import (
     error_text,
     initial_messages,
     observation_text,
+    result_segment,
+    segment_messages,
 )
 from kiln_core.records import ChatMessage, EpisodeTermination, TurnSegment
 from kiln_core.session import (
@@ -177,12 +179,8 @@ class _Recorder:
         self, step: int, action: dict[str, JsonValue], observation: Observation
     ) -> bool:
         self._add_exchange(step, action, ObservationResult(observation=observation))
-        self._add_segment(
-            TurnSegment(
-                role="tool", content=observation_text(observation), kind="observation"
-            ),
-            "an observation",
-        )
+        text = observation_text(observation)
+        self._add_segment(result_segment(text, harness=False), "an observation")
         if observation.done:
             self.termination = EpisodeTermination.DONE
         return not observation.done
@@ -217,21 +215,12 @@ class _Recorder:
         self.exchanges.append(exchange)
 
     def _add_warning(self, text: str) -> None:
-        # The whole segment is harness text, so no byte of it is ever trained.
-        self._add_segment(
-            TurnSegment(
-                role="tool",
-                content=text,
-                kind="observation",
-                warning_prefix_len=len(text.encode()),
-            ),
-            "an error",
-        )
+        self._add_segment(result_segment(text, harness=True), "an error")
 
     def _add_segment(self, segment: TurnSegment, what: str) -> None:
         self.retain(encoded_again(segment), what)
         self.trajectory.append(segment)
-        self.messages.append(ChatMessage(role=segment.role, content=segment.content))
+        self.messages += segment_messages([segment])
 
     def total_return(self) -> float:
         """Return the episode's return.

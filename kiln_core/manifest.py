@@ -235,11 +235,6 @@ def observation_lines(observations: Sequence[Observation]) -> list[bytes]:
     )
 
 
-def observation_bytes(observation: Observation) -> bytes:
-    """Encode one observation as `observation_lines` does."""
-    return observation_lines([observation])[0]
-
-
 def wire_observation(observation: Observation) -> dict[str, JsonValue]:
     """Return the complete observation as the JSON object it was."""
     value = msgspec.to_builtins(observation)

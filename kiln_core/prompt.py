@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
+from msgspec import UNSET
 
 from kiln_core.canonical import JsonValue, canonical_bytes
 from kiln_core.discovery import EnvironmentInspection
@@ -20,6 +21,7 @@ __all__ = [
     "error_text",
     "initial_messages",
     "observation_text",
+    "result_segment",
     "segment_messages",
 ]
 
@@ -114,6 +116,21 @@ def error_text(error: ProtocolError, *, continued: bool) -> str:
             "done": not continued,
         }
     ).decode()
+
+
+def result_segment(text: str, *, harness: bool) -> TurnSegment:
+    """Return the turn that tells what came of an action.
+
+    Args:
+        text: What the policy reads.
+        harness: Whether all of it is harness text, so that no byte is ever trained.
+    """
+    return TurnSegment(
+        role="tool",
+        content=text,
+        kind="observation",
+        warning_prefix_len=len(text.encode()) if harness else UNSET,
+    )
 
 
 def schema_text(messages: list[ChatMessage]) -> str:

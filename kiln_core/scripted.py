@@ -70,13 +70,22 @@ class ScriptedPolicy:
         """Answer one turn."""
         return self.reply(request)
 
+    def content(self, request: PolicyRequest, turn: int) -> str:
+        """Return what is answered; a subclass may decide by what it reads.
+
+        Args:
+            request: The turn.
+            turn: Its number in the episode, from 0.
+        """
+        replies = self.turns[turn % len(self.turns)]
+        # The seed's high bits differ between candidates, its low ones often do not.
+        return replies[(request.seed >> 32 ^ request.seed) % len(replies)]
+
     def reply(self, request: PolicyRequest) -> PolicyReply:
         """Answer one turn at once."""
         # messages are system, user, then an action and a result per turn
         turn = (len(request.messages) - 2) // 2
-        replies = self.turns[turn % len(self.turns)]
-        # The seed's high bits differ between candidates, its low ones often do not.
-        content = replies[(request.seed >> 32 ^ request.seed) % len(replies)]
+        content = self.content(request, turn)
         # a script has no tokens; what is new to it, in characters, stands for them
         new = request.messages[-1 if turn else 0 :]
         read = sum(len(message.content) for message in new)

@@ -26,11 +26,15 @@ from kiln_core.episode_rules import Fail
 from kiln_core.errors import MalformedJson
 from kiln_core.manifest import (
     ObservationResult,
-    ProtocolErrorResult,
     ReplayCandidate,
     ReplayExchange,
 )
-from kiln_core.prompt import error_text, observation_text, observation_texts
+from kiln_core.prompt import (
+    error_text,
+    observation_text,
+    observation_texts,
+    result_segment,
+)
 from kiln_core.receipt import OpenEnvRolloutSummary
 from kiln_core.records import (
     INVALID_MODEL_ACTION,
@@ -259,21 +263,13 @@ def _answers(exchanges: list[ReplayExchange]) -> list[TurnSegment]:
         )
     )
     return [
-        TurnSegment(role="tool", content=next(texts), kind="observation")
+        result_segment(next(texts), harness=False)
         if isinstance(result, ObservationResult)
-        else _error_segment(result)
+        else result_segment(
+            error_text(result.error, continued=result.continued), harness=True
+        )
         for result in results
     ]
-
-
-def _error_segment(result: ProtocolErrorResult) -> TurnSegment:
-    text = error_text(result.error, continued=result.continued)
-    return TurnSegment(
-        role="tool",
-        content=text,
-        kind="observation",
-        warning_prefix_len=len(text.encode()),
-    )
 
 
 def _are_canonical(

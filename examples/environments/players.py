@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from examples.environments.game import Game, Position, Reward, read_text
 from kiln_core import (
     BehaviorPolicyIdentity,
-    PolicyReply,
     PolicyRequest,
     ScriptedPolicy,
     compact,
@@ -60,19 +59,11 @@ class Player(ScriptedPolicy):
             implementation="kiln/examples-player",
         )
 
-    def reply(self, request: PolicyRequest) -> PolicyReply:
-        """Answer one turn: with the opening, then with the game's best move."""
-        turn = (len(request.messages) - 2) // 2
-        content = super().reply(request).content
-        if turn >= len(self.turns) - 1:
-            content = answer(self.game, last_text(request.messages))
-        return PolicyReply(
-            content=content,
-            reasoning=self.reasoning if request.thinking else None,
-            total_tokens=sum(len(m.content) for m in request.messages),
-            latency_ms=0.0,
-            behavior_policy=self.identity,
-        )
+    def content(self, request: PolicyRequest, turn: int) -> str:
+        """Return what is answered: the opening, then the game's best move."""
+        if turn < len(self.turns) - 1:
+            return super().content(request, turn)
+        return answer(self.game, last_text(request.messages))
 
 
 def last_text(messages: Sequence[ChatMessage]) -> str:

@@ -14,7 +14,7 @@ from kiln_core.manifest import (
     ProtocolError,
     ProtocolErrorResult,
     episode_return,
-    observation_bytes,
+    observation_lines,
     reward_is_finite,
     training_reward,
     wire_observation,
@@ -120,12 +120,13 @@ def test_observation_is_sorted_by_value_alone() -> None:
         done=True,
         metadata={"y": 1, "x": 2},
     )
-    assert observation_bytes(one) == (
+    plain = Observation(observation=1, reward=None, done=False)
+    first, second = observation_lines([one, plain])
+    assert first == (
         b'{"observation":{"a":1,"b":{"c":2,"d":1}},"reward":1,"done":true,'
         b'"metadata":{"x":2,"y":1}}'
     )
-    plain = Observation(observation=1, reward=None, done=False)
-    assert observation_bytes(plain) == compact(plain)
+    assert second == compact(plain)
     assert wire_observation(plain) == {"observation": 1, "reward": None, "done": False}
 
 
