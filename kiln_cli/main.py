@@ -8,7 +8,6 @@ by the command that uses it.
 
 from __future__ import annotations
 
-import io
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from typing import Any, Final, NoReturn
 
 import click
 
-from kiln_cli.render import Interrupted, document, flat, note
+from kiln_cli.render import Interrupted, document, flat, note, write_whole
 from kiln_core import errors
 from kiln_core.errors import KilnError, MissingExtra, UsageError
 
@@ -238,9 +237,7 @@ def openenv() -> None:
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    write_whole()
     command = _CommandLine(arguments)
     with command.signals():
         code = command.run()

@@ -6,6 +6,7 @@ escaped. Progress never stops the work it tells of.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,6 +28,7 @@ __all__ = [
     "plain",
     "progress",
     "say",
+    "write_whole",
 ]
 
 PLAIN_STEPS = 10
@@ -40,6 +42,27 @@ class Interrupted(click.Abort):
         super().__init__()
         self.hint = hint
         self.details = details
+
+
+def write_whole() -> None:
+    """Let the standard streams write all of a text, whatever is in it.
+
+    An unbuffered stream (``PYTHONUNBUFFERED``, ``python -u``) drops the rest of a
+    write that a signal cuts short, without an error; a buffered one goes on.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper):
+            continue
+        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream.buffer, io.RawIOBase):
+            buffered = io.TextIOWrapper(
+                io.BufferedWriter(stream.buffer),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=True,
+            )
+            setattr(sys, name, buffered)
 
 
 def document(record: Any) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -96,3 +98,25 @@ def test_warning_of_many_lines_cannot_pass_for_another_message(
 ) -> None:
     render.PlainProgress().warning("odd\nError: all is well\x1b[2J")
     assert capsys.readouterr().err == ("Warning: odd\\nError: all is well\\x1b[2J\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_output_is_whole_when_a_signal_cuts_a_write_short(unbuffered):
+    program = (
+        "from kiln_cli.render import document, write_whole; "
+        "write_whole(); document({'text': 'x' * 1_000_000})"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered},
+        stdout=subprocess.PIPE,
+        bufsize=0,
+    )
+    begun = process.stdout.read(1)
+    time.sleep(0.1)  # the pipe is full by now, and the writer waits in its write
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        process.send_signal(number)
+        time.sleep(0.1)
+    rest, _ = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0
+    assert len(begun + rest) == len('{"text":""}') + 1_000_000 + 1
