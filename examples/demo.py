@@ -211,20 +211,21 @@ def kiln(*arguments: str, accept: tuple[int, ...] = (0,)) -> Any:
     """Run a public command with `--json` and return its document.
 
     Raises:
-        StepFailed: It exited with a code that is not accepted.
+        StepFailed: It exited with a code that is not accepted, or printed no document.
     """
     shown = " ".join(["kiln", *arguments])
     print(f"  $ {shown}", flush=True)
     done = subprocess.run(
         [*KILN, *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=False
     )
+    command = f"kiln {' '.join(arguments[:2])}"
     try:
         document = json.loads(done.stdout)
     except ValueError:
-        document = {}
+        raise StepFailed(f"{command}: exit {done.returncode}, no document") from None
     if done.returncode not in accept:
         message = document.get("error", {}).get("message", f"exit {done.returncode}")
-        raise StepFailed(f"kiln {' '.join(arguments[:2])}: {message}")
+        raise StepFailed(f"{command}: {message}")
     return document
 
 
