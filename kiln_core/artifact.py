@@ -1,14 +1,14 @@
 """An artifact as it is written: in pieces, hashed as they come, within its bound.
 
-The piece that would cross the bound is refused before it is kept, and the pieces of a
-replay manifest are encoded one candidate at a time, so no artifact that is too large is
+The piece that would cross the bound is refused before it is kept, and a replay manifest
+is encoded group by group, as they are collected, so no artifact that is too large is
 ever built whole. The bytes are those of the record encoded at once.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -18,7 +18,7 @@ from kiln_core.canonical import Record, Sha256, encoded_again
 from kiln_core.errors import LimitError
 from kiln_core.manifest import OpenEnvReplayManifest, ReplayGroup
 
-__all__ = ["Artifact", "manifest_pieces"]
+__all__ = ["Artifact", "group_piece", "manifest_pieces"]
 
 INDENT: Final = b"  "
 EMPTY: Final = b"[]"
@@ -87,26 +87,25 @@ class Artifact:
 
 
 def manifest_pieces(
-    manifest: OpenEnvReplayManifest, groups: Sequence[ReplayGroup]
+    manifest: OpenEnvReplayManifest, groups: Iterable[bytes]
 ) -> Iterator[bytes]:
-    """Yield a manifest as `pretty` writes it, candidate by candidate.
+    """Yield a manifest as `pretty` writes it, group by group.
 
     Args:
         manifest: Without groups.
-        groups: Its groups, in order.
+        groups: Its groups in order, each as `group_piece` wrote it.
     """
     head, tail = _around(manifest, 0)
     yield head
-    yield from _listed((_group_pieces(group) for group in groups), 2)
+    yield from _listed(groups, 2)
     yield tail
 
 
-def _group_pieces(group: ReplayGroup) -> Iterator[bytes]:
+def group_piece(group: ReplayGroup) -> bytes:
+    """Return a group as it stands in a manifest."""
     head, tail = _around(msgspec.structs.replace(group, candidates=[]), 2)
-    yield head
-    candidates = group.candidates
-    yield from _listed(([_nested(candidate, 4)] for candidate in candidates), 4)
-    yield tail.removesuffix(b"\n")
+    candidates = (_nested(candidate, 4) for candidate in group.candidates)
+    return b"".join((head, *_listed(candidates, 4), tail))
 
 
 def _around(record: Record, depth: int) -> tuple[bytes, bytes]:
@@ -118,13 +117,13 @@ def _around(record: Record, depth: int) -> tuple[bytes, bytes]:
     return head, tail
 
 
-def _listed(items: Iterable[Iterable[bytes]], depth: int) -> Iterator[bytes]:
+def _listed(items: Iterable[bytes], depth: int) -> Iterator[bytes]:
     """Yield a list of items that are already indented for a place in it."""
     opening = b"[\n" + depth * INDENT
     written = False
     for item in items:
         yield b",\n" + depth * INDENT if written else opening
-        yield from item
+        yield item
         written = True
     yield b"\n" + (depth - 1) * INDENT + b"]" if written else EMPTY
 

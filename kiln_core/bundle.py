@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kiln_core.artifact import Artifact, manifest_pieces
+from kiln_core.artifact import Artifact, group_piece, manifest_pieces
 from kiln_core.canonical import (
     JsonValue,
     Sha256,
@@ -125,7 +125,8 @@ class CollectedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     line: bytes
     """Canonical JSON and a line feed."""
-    replay: ReplayGroup
+    replay: bytes
+    """As it stands in the manifest."""
     records: list[RolloutRecord]
 
 
@@ -279,13 +280,15 @@ def assemble_group(
     return CollectedGroup(
         # its parts were checked when they came, and every return is finite
         line=encoded_again(group) + b"\n",
-        replay=ReplayGroup(
-            group_index=setting.group_index,
-            environment_index=setting.environment_index,
-            seed=setting.seed,
-            reset_payload=setting.reset_payload,
-            reset_observation=first.reset_observation,
-            candidates=[candidate.replay for candidate in ordered],
+        replay=group_piece(
+            ReplayGroup(
+                group_index=setting.group_index,
+                environment_index=setting.environment_index,
+                seed=setting.seed,
+                reset_payload=setting.reset_payload,
+                reset_observation=first.reset_observation,
+                candidates=[candidate.replay for candidate in ordered],
+            )
         ),
         records=[candidate.record for candidate in ordered],
     )
@@ -314,7 +317,7 @@ def derive_bundle(facts: CollectionFacts, groups: Sequence[CollectedGroup]) -> B
         groups=[],
     )
     replay = Artifact("the replay manifest")
-    replay.write_all(manifest_pieces(manifest, [group.replay for group in groups]))
+    replay.write_all(manifest_pieces(manifest, (group.replay for group in groups)))
     records = [record for group in groups for record in group.records]
     if not math.isfinite(rollout_stats(records).mean_episode_return):
         raise EpisodeUnfit("the returns of a collection have no finite mean")

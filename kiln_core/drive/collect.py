@@ -162,6 +162,7 @@ class _Collection:
         self.times = times or SessionTimes()
         self.completed = 0
         self.dataset = Artifact("the dataset")
+        self.replay = Artifact("the replay manifest")
 
     @property
     def thinking(self) -> bool:
@@ -458,8 +459,9 @@ class _Collection:
         running.lease.close()
         running.finished.clear()
         self.dataset.reserve(len(group.line))
+        self.replay.reserve(len(group.replay))
         self.budget.charge(
-            len(group.line) + _size_bytes(group.replay, group.records), "a group"
+            len(group.line) + len(group.replay) + _size_bytes(*group.records), "a group"
         )
         return group
 

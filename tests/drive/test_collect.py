@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from collections.abc import Callable
 
@@ -12,10 +13,11 @@ import anyio.to_thread
 import msgspec
 import pytest
 
-from kiln_core import limits
+from kiln_core.artifact import Artifact
 from kiln_core.bundle import Bundle, CollectedGroup
 from kiln_core.canonical import compact, digest
 from kiln_core.contract import OpenEnvTrainingContract
+from kiln_core.drive import collect as collecting
 from kiln_core.drive import recover as recovering
 from kiln_core.drive.collect import (
     CollectionRequest,
@@ -718,9 +720,8 @@ async def test_budget_is_reconciled_after_each_compaction() -> None:
             )
             done = compacted(running)
             assert running.finished == []
-            size_bytes = sum(
-                len(compact(part)) for part in (done.replay, done.records)
-            ) + len(done.line)
+            size_bytes = len(done.line) + len(done.replay)
+            size_bytes += sum(len(compact(record)) for record in done.records)
             kept.append((size_bytes, len(done.line)))
             assert run.budget.used_bytes == sum(size for size, _ in kept)
             return done
@@ -770,17 +771,24 @@ async def test_reply_is_charged_on_arrival() -> None:
     assert "keeping an action would" in over.message
 
 
-async def test_dataset_over_its_bound_ends_a_collection_early(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("file", ["dataset", "replay"])
+async def test_file_over_its_bound_ends_a_collection_early(
+    monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    monkeypatch.setattr(limits, "MAX_ARTIFACT_BYTES", 10_000)
+    monkeypatch.setattr(
+        collecting,
+        "Artifact",
+        lambda what: Artifact(what, 10_000 if file in what else None),
+    )
     async with Simulator().serving() as server:
         over = await failure(
             collection(server.url, groups=40, concurrency=1), adds(1, 3)
         )
         assert len(server.peers) < 40
     assert isinstance(over, LimitError)
-    assert over.message == "the dataset would cross the bound of 10000 bytes"
+    assert re.fullmatch(
+        f"the {file}( manifest)? would cross the bound of 10000 bytes", over.message
+    )
 
 
 # Identities
