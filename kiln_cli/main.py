@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TextIO
 
 import click
 
@@ -245,6 +245,22 @@ def run(arguments: list[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _flush(stream: TextIO | None) -> bool:
+    """Write out what a stream buffers; return whether it went anywhere."""
+    if stream is None:
+        return True
+    try:
+        stream.flush()
+    except (OSError, ValueError):
+        # Nothing can be told there; without a place to go, the interpreter would
+        # complain about it once more when it ends.
+        with suppress(OSError, ValueError):
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+        return False
+    return True
+
+
 class _CommandLine:
     """One run of the program: its arguments, and what ended it."""
 
@@ -295,18 +311,14 @@ class _CommandLine:
                     signal.signal(number, handler)
 
     def flushed(self, code: int) -> int:
-        """Write out what is buffered; return the exit code."""
-        for stream in (sys.stdout, sys.stderr):
-            try:
-                if stream is not None:
-                    stream.flush()
-            except (OSError, ValueError):
-                # Nothing can be told there; without a place to go, the interpreter
-                # would complain about it once more when it ends.
-                with suppress(OSError, ValueError):
-                    null = os.open(os.devnull, os.O_WRONLY)
-                    os.dup2(null, stream.fileno())
-                code = code or UNFINISHED
+        """Write out what is buffered; return the exit code.
+
+        An answer nobody received is a failure; what stderr tells of the work is not
+        the work.
+        """
+        if not _flush(sys.stdout):
+            code = code or UNFINISHED
+        _flush(sys.stderr)
         return code
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:

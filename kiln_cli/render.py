@@ -56,8 +56,10 @@ def write_whole() -> None:
             continue
         stream.reconfigure(errors="backslashreplace")
         if isinstance(stream.buffer, io.RawIOBase):
+            # its own descriptor object: the stream it stands for stays open after it
+            raw = io.FileIO(stream.fileno(), "w", closefd=False)
             buffered = io.TextIOWrapper(
-                io.BufferedWriter(stream.buffer),
+                io.BufferedWriter(raw),
                 encoding=stream.encoding,
                 errors=stream.errors,
                 line_buffering=True,

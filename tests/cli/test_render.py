@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import pty
 import signal
@@ -120,3 +122,20 @@ def test_output_is_whole_when_a_signal_cuts_a_write_short(unbuffered):
     rest, _ = process.communicate(timeout=SECONDS)
     assert process.returncode == 0
     assert len(begun + rest) == len('{"text":""}') + 1_000_000 + 1
+
+
+def test_stream_made_buffered_stays_open_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    raw = io.FileIO(path, "w")
+    unbuffered = io.TextIOWrapper(raw, write_through=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", unbuffered)
+        render.write_whole()
+        assert sys.stdout is not unbuffered
+        render.say("ours")
+    gc.collect()
+    unbuffered.write("theirs\n")
+    unbuffered.close()
+    assert path.read_text() == "ours\ntheirs\n"
