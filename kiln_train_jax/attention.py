@@ -30,7 +30,7 @@ import jax.numpy as jnp
 MASKED = -1e30
 """Score of a forbidden key: large and finite, since -inf gives NaN gradients."""
 
-CHUNK = 256
+CHUNK = 128
 """Cache positions read at a time."""
 
 

@@ -58,10 +58,26 @@ def draw_tokens(logits: jax.Array, draw: Draw) -> tuple[jax.Array, jax.Array]:
         draw.seed, draw.position, logits.shape[-1]
     )
     noise = jnp.where(greedy[:, None], 0.0, noise)
-    tokens = jnp.argmax(logprobs + noise, axis=-1).astype(jnp.int32)
+    # Fused into the search for the largest, the noise would be computed one by one.
+    logprobs, noisy = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
+        (logprobs, logprobs + noise)
+    )
+    tokens = _first_largest(noisy)
     chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
     sound = jnp.all(jnp.isfinite(logits), axis=-1)
     return tokens, jnp.where(sound, jnp.where(greedy, 0.0, chosen), jnp.nan)
+
+
+def _first_largest(values: jax.Array) -> jax.Array:
+    """Return where each row's largest value first stands, int32 `[rows]`.
+
+    It is `argmax` in two passes over numbers, which XLA vectorises on CPU; one that
+    carries places along with values is several times slower. NaN gives the last place.
+    """
+    largest = values.max(axis=-1, keepdims=True)
+    last = values.shape[-1] - 1
+    places = jnp.arange(values.shape[-1], dtype=jnp.int32)
+    return jnp.min(jnp.where(values == largest, places, last), axis=-1)
 
 
 def likeliest(logits: jax.Array, draw: Draw, count: int) -> tuple[jax.Array, jax.Array]:
