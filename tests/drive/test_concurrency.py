@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import anyio
 import pytest
+from anyio import to_thread
 
-from kiln_core.drive.concurrency import task_group
+from kiln_core.drive.concurrency import YOUNG_OBJECTS, run, task_group
 from kiln_core.errors import KilnError, SessionLost, UsageError
 
 pytestmark = pytest.mark.anyio
@@ -109,3 +112,31 @@ async def test_error_while_cancelled_is_told() -> None:
         async with task_group() as group:
             group.start_soon(clean_up_badly)
             await anyio.sleep(5)
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile"),
+    [
+        ((700, 10, 10), (YOUNG_OBJECTS, 10, 10)),
+        ((YOUNG_OBJECTS + 1, 5, 6), (YOUNG_OBJECTS + 1, 5, 6)),
+        ((0, 10, 10), (0, 10, 10)),
+    ],
+)
+async def test_garbage_is_looked_for_seldom_while_it_runs(
+    before: tuple[int, int, int], meanwhile: tuple[int, int, int]
+) -> None:
+    async def ask(fails: bool) -> tuple[int, int, int]:
+        if fails:
+            raise UsageError("wrong")
+        return gc.get_threshold()
+
+    usual = gc.get_threshold()
+    try:
+        gc.set_threshold(*before)
+        assert await to_thread.run_sync(run, ask, False) == meanwhile
+        assert gc.get_threshold() == before
+        with pytest.raises(UsageError):
+            await to_thread.run_sync(run, ask, True)
+        assert gc.get_threshold() == before
+    finally:
+        gc.set_threshold(*usual)
