@@ -14,6 +14,7 @@ NAMES = (
     "chat",
     "command_start",
     "environment_steps",
+    "grpo_step",
     "growth",
     "sampling",
     "verify",

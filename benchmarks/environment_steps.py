@@ -23,7 +23,7 @@ from kiln_core.scripted import ScriptedPolicy
 
 STEPS: Final = 68
 """Of an episode: three additions, then refusals until the budget of errors ends."""
-EPISODES: Final = {1: 16, 32: 6}
+EPISODES: Final = {1: 48, 32: 6}
 """Per session, by sessions at a time: enough that discovery does not weigh."""
 ROUNDS: Final = 9
 """Many, since what else a machine does weighs on short messages most."""

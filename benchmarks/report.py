@@ -52,6 +52,12 @@ SECTIONS: Final = (
         "`builtin:tiny`'s shape on both sides. Programs are compiled before the clock starts.",
     ),
     (
+        "grpo_step",
+        "One GRPO step",
+        "Seconds to sample, take the optimizer step and serve what it gave: 8 completions of 64 tokens and 64 of 128, four a\n"
+        "prompt, LoRA of rank 8 on every linear layer. The same weights on both sides; TRL's clock leaves our part out.",
+    ),
+    (
         "chat",
         "Chat completions over HTTP",
         "32 conversations of several guided turns, with full rollout provenance, against the same engine in process.",
