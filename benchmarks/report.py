@@ -49,7 +49,13 @@ SECTIONS: Final = (
         "sampling",
         "Sampling",
         "New tokens per second with log-probabilities on: 8 requests of 64 tokens, 64 of 128, the same float32 weights of\n"
-        "`builtin:tiny`'s shape on both sides. Programs are compiled before the clock starts.",
+        "`builtin:tiny`'s shape on both sides. Programs are compiled before the clock starts. Other peers that could be asked,\n"
+        "Tunix and vLLM on CPU, are missing: neither is installed where this was measured.\n\n"
+        "Where a decode step of 64 rows goes, at 100 positions each, by leaving parts out on two quiet cores: 11 ms in all,\n"
+        "of which attention 6, projections and logits 4, the draw 0.7, writing the caches 0.2. Attention reads 16 MB of keys and\n"
+        "values a step; at the 5 GB/s of that machine's memory this alone is 3 ms. Other forms of it (keys transposed, products\n"
+        "summed element by element, shorter chunks) were no faster, nor were XLA's other matrix libraries. A prompt of 64 tokens\n"
+        "is fed in 6 ms, one at a time. An adapter adds 1 to 3 ms a step.",
     ),
     (
         "grpo_step",
