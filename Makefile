@@ -49,7 +49,7 @@ bench: setup
 	$(BIN)/python -m benchmarks && $(BIN)/python -m benchmarks --report
 
 lock:
-	$(PYTHON) -m pip install -q uv && $(PYTHON) -m uv pip compile pyproject.toml --extra all --extra dev --universal --python-version 3.11 --generate-hashes --no-header -q -o constraints.txt
+	$(PYTHON) -m pip install -q uv && $(PYTHON) -m uv pip compile pyproject.toml --extra all --extra dev --universal --python-version 3.11 --generate-hashes --no-strip-extras --no-header -q -o constraints.txt
 
 clean:
 	rm -rf .venv build dist demo-output .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,7 +22,7 @@ def main() -> int:
     for extra in project["optional-dependencies"].values():
         wanted += extra
     names = {re.split(r"[\[<>=!~ ]", requirement)[0] for requirement in wanted} - {OWN}
-    locked = set(re.findall(r"^([a-z0-9.-]+)==", lock, re.MULTILINE))
+    locked = set(re.findall(r"^([a-z0-9.-]+)(?:\[[^\]]*\])?==", lock, re.MULTILINE))
     problems = [f"{name} is not locked" for name in sorted(names - locked)]
     if "://" in lock:
         problems.append("the lock holds an address")
