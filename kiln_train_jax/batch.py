@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     mask: np.ndarray
     """int32 `[rows, sampled, words]`."""
     behavior: np.ndarray
-    """float32 `[rows, sampled]`: recorded log-probabilities."""
+    """float32 `[rows, sampled]`: recorded log-probabilities, NaN where none were."""
     weight: np.ndarray
     """float32 `[rows, sampled]`: share of the step's mean, 0 where padded."""
     kl_weight: np.ndarray
@@ -232,7 +232,8 @@ def _fill(batch: Batch, at: int, line: _Line) -> None:
         batch.position[at, index] = line.offset + sampled.position
         batch.target[at, index] = sampled.token
         batch.mask[at, index] = sampled.mask
-        batch.behavior[at, index] = sampled.logprob
+        known = sampled.logprob is not None
+        batch.behavior[at, index] = sampled.logprob if known else np.nan
     batch.weight[at, : len(row.sampled)] = line.weight
     batch.kl_weight[at, : len(row.sampled)] = line.weight
     batch.gain[at, : len(row.sampled)] = line.gain

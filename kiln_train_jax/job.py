@@ -12,10 +12,11 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import jax
 import numpy as np
+from msgspec import UnsetType
 
 from kiln_core.engine import TrainingJob, TrainingOutcome, TrainingProgress
 from kiln_core.errors import Conflict, TrainingError, UsageError
@@ -29,13 +30,15 @@ from kiln_train_jax.receipt import (
     TrainingRecord,
     write_evidence,
 )
+from kiln_train_jax.rendering import RolloutRenderer
 from kiln_train_jax.replaying import TurnReplayer
 from kiln_train_jax.rewards import choose_groups, reward_warnings
 from kiln_train_jax.smoke import check_adapter
 from kiln_train_jax.trainer import GrpoTrainer, StepMetrics, progress_of, step_groups
-from kiln_train_jax.units import TrainingUnit, training_units
+from kiln_train_jax.units import TrainingUnit, rendered_rollouts, training_units
 
 if TYPE_CHECKING:
+    from kiln_core.records import ScoredRollout
     from kiln_train_jax.engine import JaxEngine
 
 __all__ = ["admit_training", "run_job"]
@@ -123,7 +126,10 @@ def run_job(
     started = time.monotonic()
     base = _starting_adapter(engine, config)
     policy = engine.policy_identity(config.base_adapter)
-    units, warnings = _units(replayer, job)
+    renderer = RolloutRenderer(
+        engine.folder.template, engine.folder.tokenizer, engine.context_tokens
+    )
+    units, warnings = _units(replayer, renderer, job)
     trainer = GrpoTrainer(engine.folder.model, base, config)
     checkpoints = Checkpoints(engine.library.directory, binding_of(job, policy))
     history = _train(trainer, units, job, checkpoints, report, cancelled)
@@ -167,7 +173,7 @@ def _fresh_adapter(engine: JaxEngine, config: GrpoConfig) -> Lora:
 
 
 def _units(
-    replayer: TurnReplayer, job: TrainingJob
+    replayer: TurnReplayer, renderer: RolloutRenderer, job: TrainingJob
 ) -> tuple[list[list[TrainingUnit]], list[str]]:
     """Return the units of each group that trains, and what their rewards say.
 
@@ -176,34 +182,51 @@ def _units(
     """
     config = job.config
     for index, group in enumerate(job.groups):
-        _check_transform(group.completions[0].trace, index)
+        for rollout in group.completions:
+            _check_transform(rollout, index, config)
     rewards = [[c.reward for c in group.completions] for group in job.groups]
     kept, warnings = choose_groups(rewards, config)
     made = [
         training_units(
-            job.groups[index], index, config.advantage_mode, replayer, config.loss.echo
+            job.groups[index],
+            index,
+            config.advantage_mode,
+            replayer,
+            config.loss.echo,
+            renderer,
         )
         for index in kept
     ]
     units = [group for group in made if group]
     if kept and not units:
         raise TrainingError("no group holds a token that carries a loss")
+    rendered = rendered_rollouts(job.groups[index] for index in kept)
+    if rendered:
+        warnings = [
+            *warnings,
+            f"{rendered} rollouts have no token ids: the chat template rendered them, "
+            "and their probabilities could not be checked",
+        ]
     return units, [*warnings, *reward_warnings(rewards, config)]
 
 
-def _check_transform(trace: Any, index: int) -> None:
+def _check_transform(rollout: ScoredRollout, index: int, config: GrpoConfig) -> None:
     """Refuse truncated supports and greedy sampling: they have no policy gradient.
 
     Raises:
-        TrainingError: The group was sampled so, or has no token ids.
+        TrainingError: The rollout was sampled so, or has no log-probabilities where
+            the configuration needs them.
     """
-    tokens = getattr(trace, "tokens", None)
-    if tokens is None:
-        raise TrainingError(
-            f"group {index} has no token ids",
-            hint="collect it without --no-trace, with a policy that returns them",
-        )
-    sampling = tokens.sampling
+    trace = rollout.trace
+    if isinstance(trace, UnsetType) or trace.tokens is None:
+        if config.behavior_policy == "recorded":
+            raise TrainingError(
+                f"group {index} has no token ids, and behavior_policy recorded needs "
+                "their log-probabilities",
+                hint="collect it without --no-trace, with a policy that returns them",
+            )
+        return
+    sampling = trace.tokens.sampling
     if (
         sampling.temperature == 0
         or sampling.top_p < 1

@@ -163,7 +163,11 @@ def loss_of(
     """
     real = jnp.asarray(batch.weight) > 0
     logprobs = jnp.where(real, found.sampled, 0.0)
-    behavior = jnp.where(real, batch.behavior, 0.0)
+    # what was recorded nowhere is taken for what it is now: its ratio is 1
+    recorded = jnp.where(
+        jnp.isfinite(batch.behavior), batch.behavior, jax.lax.stop_gradient(logprobs)
+    )
+    behavior = jnp.where(real, recorded, 0.0)
     loss, clip_fraction = _policy_term(terms, logprobs, behavior, batch)
     kl = jnp.float32(0.0)
     if terms.estimator is not None and base is not None:

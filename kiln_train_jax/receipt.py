@@ -22,6 +22,7 @@ from kiln_core.canonical import digest, pretty
 from kiln_core.evidence import execution_provenance
 from kiln_train_jax.adapters import CONFIG_FILE, WEIGHTS_FILE
 from kiln_train_jax.identity import LIBRARIES, backend_name, implementation
+from kiln_train_jax.units import rendered_rollouts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,7 +81,7 @@ def receipt(record: TrainingRecord) -> dict[str, Any]:
                 "schema": AUDIT_SCHEMA,
                 "importance_sampling": _importance_sampling(config),
                 "kl_reference": msgspec.to_builtins(config.kl_reference_policy),
-                "recorded_provenance": "token trace",
+                "recorded_provenance": _provenance(record.job),
                 "first_step_agreement": record.agreement,
             },
             "skipped_groups": record.skipped_groups,
@@ -101,6 +102,15 @@ def _importance_sampling(config: GrpoConfig) -> str:
     if config.behavior_policy == "recorded":
         return f"recorded {config.is_level} ratio"
     return "ratio forced to 1"
+
+
+def _provenance(job: TrainingJob) -> str:
+    """Return where the token ids of a corpus come from."""
+    rollouts = sum(bool(c.text) for group in job.groups for c in group.completions)
+    rendered = rendered_rollouts(job.groups)
+    if not rendered:
+        return "token trace"
+    return "rendered" if rendered == rollouts else "token trace, rendered where absent"
 
 
 def _training_data(job: TrainingJob) -> dict[str, Any]:

@@ -90,6 +90,10 @@ class Tokenizer:
         """Encode foreign text: nothing in it becomes a special token."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
 
+    def offsets(self, text: str) -> list[tuple[int, int]]:
+        """Return the characters `[start, stop)` of foreign text each id stands for."""
+        return list(self._plain.encode(text, add_special_tokens=False).offsets)
+
     def encode_markup(self, text: str) -> list[int]:
         """Encode text of the chat template: special tokens are recognised."""
         return list(self._aware.encode(text, add_special_tokens=False).ids)

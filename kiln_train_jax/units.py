@@ -7,12 +7,14 @@ is dropped. Only sampled ids carry a policy loss; forced ids stand in no denomin
 Environment text is what the trace's spans say, harness warnings excluded. ECHO counts
 the warnings in its denominator all the same, and may train them: they are found by
 their own ids in the prompt that followed.
+
+Rollouts without token ids are rendered by the chat template (`rendering.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from msgspec import UNSET, UnsetType
@@ -20,11 +22,21 @@ from msgspec import UNSET, UnsetType
 from kiln_core.errors import TrainingError
 from kiln_core.grpo import EchoLoss
 from kiln_core.records import AgenticGroup, ScoredRollout
-from kiln_core.trace import TokenTrace
 from kiln_train_jax.advantages import group_advantages
+from kiln_train_jax.rendering import RenderedRollout, RolloutRenderer
 from kiln_train_jax.replaying import TurnReplayer
 
-__all__ = ["SampledToken", "TrainingRow", "TrainingUnit", "training_units"]
+__all__ = [
+    "SampledToken",
+    "TrainingRow",
+    "TrainingUnit",
+    "is_traced",
+    "rendered_rollouts",
+    "training_units",
+]
+
+EVERYTHING: Final = np.full(1, -1, np.int32)
+"""The mask of an unknown set: the whole vocabulary, broadcast."""
 
 
 class SampledToken(NamedTuple):
@@ -35,8 +47,8 @@ class SampledToken(NamedTuple):
     token: int
     mask: np.ndarray
     """int32 `[words]`: the set it was drawn from."""
-    logprob: float
-    """Recorded, under that set."""
+    logprob: float | None
+    """Recorded, under that set; None where nothing was."""
 
 
 class TrainingRow(NamedTuple):
@@ -86,31 +98,37 @@ def training_units(
     mode: Literal["dr_grpo", "vanilla"],
     replayer: TurnReplayer,
     echo: EchoLoss | None = None,
+    renderer: RolloutRenderer | None = None,
 ) -> list[TrainingUnit]:
     """Turn a recorded group into units of rows.
 
     Args:
-        group: With token ids in its traces.
+        group: Recorded.
         index: Its place in the corpus.
         mode: Advantage mode.
         replayer: Recovers the sets that tokens were drawn from, and finds warnings.
         echo: What of the environment's text is trained; None is nothing.
+        renderer: Gives token ids to rollouts without them; None refuses those.
 
     Raises:
-        TrainingError: It has no token ids, or they contradict themselves.
+        TrainingError: A rollout has no token ids, or they contradict themselves.
     """
-    shared = group.prompt_token_ids
-    if isinstance(shared, UnsetType):
-        raise TrainingError(
-            f"group {index} has no token ids",
-            hint="collect it without --no-trace, with a policy that returns them",
-        )
     rewards = [completion.reward for completion in group.completions]
     advantages = group_advantages(rewards, mode)
     by_prompt: dict[tuple[int, ...], list[TrainingRow]] = {}
     for candidate, completion in enumerate(group.completions):
         name, advantage = (index, candidate), float(advantages[candidate])
-        for prompt, row in _rows(group, shared, completion, replayer, echo):
+        if is_traced(completion):
+            rows = _rows(group, completion, replayer, echo)
+        elif renderer is not None:
+            title = f"rollout {candidate} of group {index}"
+            rows = _rendered_rows(renderer.render(group, completion, title), echo)
+        else:
+            raise TrainingError(
+                f"group {index} has no token ids",
+                hint="collect it without --no-trace, with a policy that returns them",
+            )
+        for prompt, row in rows:
             row = row._replace(rollout=name, advantage=advantage)  # noqa: PLW2901 - named
             by_prompt.setdefault(tuple(prompt), []).append(row)
     return [
@@ -118,9 +136,47 @@ def training_units(
     ]
 
 
+def is_traced(rollout: ScoredRollout) -> bool:
+    """Say whether a rollout carries the ids of its turns."""
+    trace = rollout.trace
+    return not isinstance(trace, UnsetType) and trace.tokens is not None
+
+
+def rendered_rollouts(groups: Iterable[AgenticGroup]) -> int:
+    """Return how many rollouts of groups acted and carry no token ids."""
+    return sum(
+        bool(rollout.text) and not is_traced(rollout)
+        for group in groups
+        for rollout in group.completions
+    )
+
+
+def _trains_warnings(echo: EchoLoss | None) -> bool:
+    """Say whether harness warnings are trained like the environment's text."""
+    return echo is not None and (
+        echo.env_mask_mode == "full_obs" or not echo.warning_filter
+    )
+
+
+def _rendered_rows(
+    rollout: RenderedRollout, echo: EchoLoss | None
+) -> Iterator[tuple[list[int], TrainingRow]]:
+    """Yield the rows of a rendered rollout, each with the prompt it stands behind."""
+    builder = _RowBuilder(rollout.opening, temperature=1.0)
+    for turn in rollout.turns:
+        if turn.prompt[: len(builder.before)] != builder.before:
+            yield from builder.finish()
+            builder.start(turn.prompt)
+        builder.extend(turn.prompt)
+        builder.observe(turn.observed, trained=True)
+        builder.observe(turn.warned, trained=_trains_warnings(echo))
+        everything = dict.fromkeys(range(len(turn.action)), EVERYTHING)
+        builder.act(turn.action, [None] * len(turn.action), everything)
+    yield from builder.finish()
+
+
 def _rows(
     group: AgenticGroup,
-    shared: list[int],
     rollout: ScoredRollout,
     replayer: TurnReplayer,
     echo: EchoLoss | None,
@@ -130,16 +186,18 @@ def _rows(
     Whose they are and what they earned is for the caller to say.
 
     Raises:
-        TrainingError: It has no token ids.
+        TrainingError: It has no token ids, or its group has none.
     """
-    trace = rollout.trace
-    if isinstance(trace, UnsetType) or trace.tokens is None:
+    trace, shared = rollout.trace, group.prompt_token_ids
+    if (
+        isinstance(trace, UnsetType)
+        or trace.tokens is None
+        or isinstance(shared, UnsetType)
+    ):
         raise TrainingError("a rollout has no token ids")
-    builder = _RowBuilder(shared, trace.tokens)
+    builder = _RowBuilder(shared, trace.tokens.sampling.temperature)
     warnings = _warnings(rollout) if echo is not None else {}
-    trained = echo is not None and (
-        echo.env_mask_mode == "full_obs" or not echo.warning_filter
-    )
+    trained = _trains_warnings(echo)
     for index, turn in enumerate(trace.tokens.turns):
         prompt = builder.before[: turn.prompt_prefix] + turn.prompt_token_ids
         masks = replayer.masks(
@@ -173,10 +231,10 @@ def _warnings(rollout: ScoredRollout) -> dict[int, str]:
 class _RowBuilder:
     """Grows one row turn by turn."""
 
-    def __init__(self, shared: list[int], trace: TokenTrace) -> None:
+    def __init__(self, shared: list[int], temperature: float) -> None:
         self.before = list(shared)
         self._shared = shared
-        self._trace = trace
+        self._temperature = temperature
         self.start(shared)
 
     def start(self, prompt: list[int]) -> None:
@@ -209,11 +267,11 @@ class _RowBuilder:
         logprobs: Sequence[float | None],
         masks: dict[int, np.ndarray],
     ) -> None:
-        """Append an action; its sampled ids carry a loss."""
+        """Append an action; ids with a set to be drawn from carry a loss."""
         base = len(self.before) - self._offset
         self.before += action
         for index, (token, logprob) in enumerate(zip(action, logprobs, strict=True)):
-            if logprob is not None:
+            if index in masks:
                 self._sampled.append(
                     SampledToken(base + index - 1, token, masks[index], logprob)
                 )
@@ -228,6 +286,6 @@ class _RowBuilder:
                 observed=self._observed,
                 observation_tokens=self._observation_tokens,
                 advantage=0.0,
-                temperature=self._trace.sampling.temperature,
+                temperature=self._temperature,
             )
             yield self._prompt[:-1], row

@@ -131,7 +131,7 @@ def test_environment_ids_are_weighted_within_their_row():
     assert not silent.observed_weight.any()
 
 
-def test_a_group_without_token_ids_is_refused():
+def test_a_group_without_token_ids_needs_a_renderer():
     bare = replace(group(rollout(1.0, [])), prompt_token_ids=UNSET)
     with pytest.raises(TrainingError, match="no token ids"):
         training_units(bare, 3, "dr_grpo", OpenReplayer())
