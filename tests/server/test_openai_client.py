@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -238,27 +238,22 @@ def test_full_queue_is_a_rate_limit(client: openai.OpenAI) -> None:
 
 
 def test_timeout_frees_the_slots(client: openai.OpenAI, kiln: Running) -> None:
-    def cancelled() -> float:
-        return kiln.metric('kiln_chat_requests_total{status="cancelled"}')
-
-    def given_up() -> bool:
-        # a fast machine answers in time, a busy one has not read the request yet
-        with suppress(openai.APITimeoutError):
-            ask(client, max_tokens=700, n=8, seed=2, timeout=0.1)
-        until(idle)
-        return cancelled() > before
-
-    def idle() -> bool:
-        return not any(scheduler._active) and not scheduler._queue
-
-    scheduler = kiln.engine._scheduler  # type: ignore[attr-defined]  # the real engine
-    before = cancelled()
-    until(given_up)
-    before = cancelled()
-    with ask(client, max_tokens=700, n=8, seed=2, stream=True) as stream:
+    """What is asked cannot end early, so that no machine answers within the timeout."""
+    digit = {"type": "integer", "minimum": 0, "maximum": 9}
+    digits = {"type": "array", "items": digit, "minItems": 200, "maxItems": 200}
+    schema = {"type": "object", "properties": {"a": digits}, "required": ["a"]}
+    asked: Any = {"max_tokens": 700, "n": 8, "response_format": guided(schema)}
+    cancelled = 'kiln_chat_requests_total{status="cancelled"}'
+    before = kiln.metric(cancelled)
+    ask(client, **asked)
+    with pytest.raises(openai.APITimeoutError):
+        ask(client, timeout=0.25, **asked)
+    until(lambda: kiln.metric(cancelled) == before + 1)
+    with ask(client, stream=True, **asked) as stream:
         next(iter(stream))
-    until(lambda: cancelled() > before)
-    until(idle)
+    until(lambda: kiln.metric(cancelled) == before + 2)
+    scheduler = kiln.engine._scheduler  # type: ignore[attr-defined]  # the real engine
+    until(lambda: not any(scheduler._active) and not scheduler._queue)
     assert ask(client).choices
 
 
