@@ -22,7 +22,7 @@ from kiln_core.provenance import (
     TokenId,
     check_identity_text,
 )
-from kiln_core.trace import RolloutTrace
+from kiln_core.trace import RolloutTrace, TokenTrace
 
 __all__ = [
     "AgenticGroup",
@@ -154,6 +154,11 @@ class ScoredRollout(Record, frozen=True, kw_only=True):
     def segments(self) -> list[TurnSegment]:
         """The trajectory, empty when absent."""
         return [] if isinstance(self.trajectory, UnsetType) else self.trajectory
+
+    @property
+    def token_trace(self) -> TokenTrace | None:
+        """The token ids of its turns, None when unknown."""
+        return None if isinstance(self.trace, UnsetType) else self.trace.tokens
 
 
 class AgenticGroup(Record, frozen=True, kw_only=True):

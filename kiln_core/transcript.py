@@ -130,9 +130,9 @@ def check_rollouts(
 def _check_trace(
     rollout: ScoredRollout, setting: RolloutSetting, at: str, fail: Fail
 ) -> None:
-    if not isinstance(rollout.trace, UnsetType) and rollout.trace.tokens is not None:
+    if rollout.token_trace is not None:
         check_tokens(
-            rollout.trace.tokens,
+            rollout.token_trace,
             observed_turns(rollout.segments),
             setting.shared_prompt_tokens,
             f"{at}/trace/tokens",

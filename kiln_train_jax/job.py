@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 import jax
 import numpy as np
-from msgspec import UnsetType
 
 from kiln_core.engine import TrainingJob, TrainingOutcome, TrainingProgress
 from kiln_core.errors import Conflict, TrainingError, UsageError
@@ -217,8 +216,8 @@ def _check_transform(rollout: ScoredRollout, index: int, config: GrpoConfig) -> 
         TrainingError: The rollout was sampled so, or has no log-probabilities where
             the configuration needs them.
     """
-    trace = rollout.trace
-    if isinstance(trace, UnsetType) or trace.tokens is None:
+    tokens = rollout.token_trace
+    if tokens is None:
         if config.behavior_policy == "recorded":
             raise TrainingError(
                 f"group {index} has no token ids, and behavior_policy recorded needs "
@@ -226,7 +225,7 @@ def _check_transform(rollout: ScoredRollout, index: int, config: GrpoConfig) -> 
                 hint="collect it without --no-trace, with a policy that returns them",
             )
         return
-    sampling = trace.tokens.sampling
+    sampling = tokens.sampling
     if (
         sampling.temperature == 0
         or sampling.top_p < 1

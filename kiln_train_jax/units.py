@@ -30,7 +30,6 @@ __all__ = [
     "SampledToken",
     "TrainingRow",
     "TrainingUnit",
-    "is_traced",
     "rendered_rollouts",
     "training_units",
 ]
@@ -118,7 +117,7 @@ def training_units(
     by_prompt: dict[tuple[int, ...], list[TrainingRow]] = {}
     for candidate, completion in enumerate(group.completions):
         name, advantage = (index, candidate), float(advantages[candidate])
-        if is_traced(completion):
+        if completion.token_trace is not None:
             rows = _rows(group, completion, replayer, echo)
         elif renderer is not None:
             title = f"rollout {candidate} of group {index}"
@@ -136,16 +135,10 @@ def training_units(
     ]
 
 
-def is_traced(rollout: ScoredRollout) -> bool:
-    """Say whether a rollout carries the ids of its turns."""
-    trace = rollout.trace
-    return not isinstance(trace, UnsetType) and trace.tokens is not None
-
-
 def rendered_rollouts(groups: Iterable[AgenticGroup]) -> int:
     """Return how many rollouts of groups acted and carry no token ids."""
     return sum(
-        bool(rollout.text) and not is_traced(rollout)
+        bool(rollout.text) and rollout.token_trace is None
         for group in groups
         for rollout in group.completions
     )
