@@ -155,7 +155,7 @@ collection_options = stacked(
 trace_option = click.option(
     "--no-trace",
     is_flag=True,
-    help="Do not keep token ids; nothing can be trained on such a bundle.",
+    help="Do not keep token ids; training renders the text, and checks no probability.",
 )
 
 output_options = stacked(
