@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 import jax.numpy as jnp
 import numpy as np
-from msgspec import UNSET
 
 from kiln_core import limits
 from kiln_core.canonical import digest_json
@@ -38,7 +37,7 @@ from kiln_train_jax.telling import (
     answer_tokens,
     shortest,
 )
-from kiln_train_jax.template import CLOSER, Message, Rendering
+from kiln_train_jax.template import CLOSER, Rendering, as_message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +50,6 @@ if TYPE_CHECKING:
         GenerationRequest,
     )
     from kiln_core.provenance import BehaviorPolicyIdentity
-    from kiln_core.records import ChatMessage
     from kiln_train_jax.config import ModelConfig
 
 ADAPTER_SLOTS: Final = 9
@@ -291,7 +289,7 @@ class JaxEngine:
     def _render(self, request: GenerationRequest) -> Rendering:
         if request.prompt is not None:
             return Rendering(self._raw(request), ())
-        messages = [_message(message) for message in request.messages]
+        messages = [as_message(message) for message in request.messages]
         return self.folder.template.render(messages, enable_thinking=request.thinking)
 
     def _raw(self, request: GenerationRequest) -> list[int]:
@@ -434,17 +432,6 @@ def default_context(config: ModelConfig, slots: int) -> int:
     """Return a context whose caches fit `CACHE_BYTES`, in whole chunks."""
     fitting = CACHE_BYTES // (slots * token_bytes(config)) // CHUNK * CHUNK
     return min(config.max_position_embeddings, max(fitting, LEAST_CONTEXT))
-
-
-def _message(message: ChatMessage) -> Message:
-    """Return a chat message as the template takes it.
-
-    Raises:
-        UsageError: It carries tool calls.
-    """
-    if message.tool_calls is not UNSET:
-        raise UsageError("tool_calls in messages are not supported")
-    return Message(message.role, message.content)
 
 
 def _check_ranges(request: GenerationRequest) -> None:

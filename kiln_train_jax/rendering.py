@@ -19,7 +19,7 @@ from msgspec import UnsetType
 
 from kiln_core.errors import TrainingError
 from kiln_core.records import TurnSegment
-from kiln_train_jax.template import CLOSER, Message, Rendering
+from kiln_train_jax.template import CLOSER, Message, Rendering, as_message
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,16 +32,23 @@ if TYPE_CHECKING:
 __all__ = ["RenderedRollout", "RenderedTurn", "RolloutRenderer"]
 
 
+class Seen(NamedTuple):
+    """Positions of what came back from a step."""
+
+    warning: Span
+    """Of harness text before it, often empty."""
+    text: Span
+    """Of the environment's own."""
+
+
 class RenderedTurn(NamedTuple):
     """An action and everything before it."""
 
     prompt: list[int]
     action: list[int]
     """Empty for what came back after the last action."""
-    observed: list[Span]
-    """Positions of environment text since the action before."""
-    warned: list[Span]
-    """Positions of harness warnings since then."""
+    seen: list[Seen]
+    """What came back since the action before."""
 
 
 class RenderedRollout(NamedTuple):
@@ -81,10 +88,10 @@ class RolloutRenderer:
         Raises:
             TrainingError: It is longer than the context, or the template changes text
                 that a harness warning stands in.
-            UsageError: The template refuses the conversation.
+            UsageError: The template refuses the conversation, or it has tool calls.
         """
         segments = _segments(rollout)
-        opening = [Message(m.role, m.content) for m in group.messages]
+        opening = [as_message(message) for message in group.messages]
         messages = opening + [Message(_role(s), s.content) for s in segments]
         thinking = any(s.kind == "action" and CLOSER in s.content for s in segments)
         whole = self._template.render(
@@ -106,19 +113,16 @@ class RolloutRenderer:
         """Cut one rendering of everything into turns."""
         tokens, spans = whole
         turns: list[RenderedTurn] = []
-        observed: list[Span] = []
-        warned: list[Span] = []
+        seen: list[Seen] = []
         for span, segment in zip(spans[before:], segments, strict=True):
             if segment.kind == "action":
                 start, stop = span
-                turns.append(
-                    RenderedTurn(tokens[:start], tokens[start:stop], observed, warned)
-                )
-                observed, warned = [], []
+                turns.append(RenderedTurn(tokens[:start], tokens[start:stop], seen))
+                seen = []
             elif segment.kind == "observation":
-                self._observe(tokens, span, segment, (observed, warned))
-        if observed or warned:
-            turns.append(RenderedTurn(tokens, [], observed, warned))
+                seen.append(self._seen(tokens, span, segment))
+        if seen:
+            turns.append(RenderedTurn(tokens, [], seen))
         start = spans[before][0] if segments else len(tokens)
         return RenderedRollout(tokens[: max(start, 1)], turns)
 
@@ -142,15 +146,14 @@ class RolloutRenderer:
             )
             if not turns:
                 opening = spans[before][0] if index else len(tokens)
-            observed: list[Span] = []
-            warned: list[Span] = []
-            for seen in range(since, index):
-                if segments[seen].kind == "observation":
-                    span = spans[before + seen]
-                    self._observe(tokens, span, segments[seen], (observed, warned))
+            seen = [
+                self._seen(tokens, spans[before + place], segments[place])
+                for place in range(since, index)
+                if segments[place].kind == "observation"
+            ]
             action = self._encode(segment.content)
             self._check_length(len(tokens) + len(action), name)
-            turns.append(RenderedTurn(tokens, action, observed, warned))
+            turns.append(RenderedTurn(tokens, action, seen))
             since = index + 1
         return RenderedRollout(turns[0].prompt[: max(opening, 1)], turns)
 
@@ -176,23 +179,15 @@ class RolloutRenderer:
         close = self._tokenizer.encode_markup(CLOSER)
         return [*encode(thought), *close, *encode(answer)]
 
-    def _observe(
-        self,
-        tokens: list[int],
-        span: Span,
-        segment: TurnSegment,
-        into: tuple[list[Span], list[Span]],
-    ) -> None:
-        """Note where an observation stands, its warning prefix apart.
+    def _seen(self, tokens: list[int], span: Span, segment: TurnSegment) -> Seen:
+        """Return where an observation stands, its warning prefix apart.
 
         Raises:
             TrainingError: The template changes what the prefix is counted in.
         """
-        observed, warned = into
         start, stop = span
         if isinstance(segment.warning_prefix_len, UnsetType):
-            observed.append(span)
-            return
+            return Seen((start, start), span)
         core = segment.content.strip()
         if tokens[start:stop] != self._tokenizer.encode_text(core):
             raise TrainingError(
@@ -204,8 +199,7 @@ class RolloutRenderer:
         characters = len(core.encode()[:inside].decode(errors="ignore"))
         ends = [end for _, end in self._tokenizer.offsets(core)]
         cut = start + sum(end <= characters for end in ends)
-        warned.append((start, cut))
-        observed.append((cut, stop))
+        return Seen((start, cut), (cut, stop))
 
     def _check_length(self, length: int, name: str) -> None:
         if length > self._context_tokens:

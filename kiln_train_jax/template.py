@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import jinja2
+from msgspec import UNSET
 
 from kiln_core.canonical import canonical_bytes, digest
 from kiln_core.errors import InvalidRecord, UsageError
@@ -26,6 +27,7 @@ from kiln_train_jax.sandbox import MeteredEnvironment
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from kiln_core.records import ChatMessage
     from kiln_train_jax.tokenizer import Tokenizer
 
 OPENER: Final = "<think>"
@@ -49,6 +51,17 @@ class Message(NamedTuple):
 
     role: str
     content: str
+
+
+def as_message(message: ChatMessage) -> Message:
+    """Return a chat message as the template takes it.
+
+    Raises:
+        UsageError: It carries tool calls.
+    """
+    if message.tool_calls is not UNSET:
+        raise UsageError("tool_calls in messages are not supported")
+    return Message(message.role, message.content)
 
 
 class Rendering(NamedTuple):

@@ -161,8 +161,9 @@ def _rendered_rows(
             yield from builder.finish()
             builder.start(turn.prompt)
         builder.extend(turn.prompt)
-        builder.observe(turn.observed, trained=True)
-        builder.observe(turn.warned, trained=_trains_warnings(echo))
+        builder.observe([seen.text for seen in turn.seen], trained=True)
+        warnings = [seen.warning for seen in turn.seen]
+        builder.observe(warnings, trained=_trains_warnings(echo))
         everything = dict.fromkeys(range(len(turn.action)), EVERYTHING)
         builder.act(turn.action, [None] * len(turn.action), everything)
     yield from builder.finish()

@@ -5,7 +5,7 @@ import pytest
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from kiln_core.errors import TrainingError
+from kiln_core.errors import TrainingError, UsageError
 from kiln_core.grpo import EchoLoss
 from kiln_core.records import AgenticGroup, ChatMessage, ScoredRollout, TurnSegment
 from kiln_train_jax.folder import TURN_TEMPLATE
@@ -125,6 +125,12 @@ def test_planted_markers_stay_text():
 def test_a_row_longer_than_the_context_is_named():
     with pytest.raises(TrainingError, match=r"rollout 1 of group 0 has \d+ tokens"):
         units(group_of([act("1")], [act("2" * 90)]), context=64)
+
+
+def test_a_prompt_with_tool_calls_is_refused_like_a_request():
+    asked = ChatMessage(role="user", content="Press a lamp.", tool_calls=[{"id": "1"}])
+    with pytest.raises(UsageError, match="tool_calls in messages are not supported"):
+        units(replace(group_of([act("1")]), messages=[asked]))
 
 
 def untraced(group):
